@@ -179,8 +179,8 @@ def _chunk(total: int, threads: int) -> int:
     return -(-min(longest, share) // _ALIGN) * _ALIGN
 
 
-class MeasureCall(NamedTuple):
-    """Arguments of the measuring loop, all ``int64``."""
+class ReduceCall(NamedTuple):
+    """Arguments of the reducing loop, all ``int64``."""
 
     dense: int  # address of the `DenseCall`; its chunks are the parts
     first_part: np.ndarray  # [T]: number of each tensor's first part
@@ -188,8 +188,8 @@ class MeasureCall(NamedTuple):
     sums_bytes: int  # of a row of them
 
 
-@part(MeasureCall)
-def _measure_part(index, slot, c):
+@part(ReduceCall)
+def _reduce_part(index, slot, c):
     d = _call_at(c.dense, 1)[0]
     first, first_part = int64s(d.first, d.n_tensors + 1), int64s(c.first_part, d.n_tensors)
     t = last_at_most(first_part, d.n_tensors, index)
@@ -199,11 +199,11 @@ def _measure_part(index, slot, c):
     call_address(d.block, *arguments, c.sums + index * c.sums_bytes)
 
 
-def measure(
+def reduce_dense(
     kernel: Kernel, table: TensorTable, gradients: np.ndarray, hp: np.ndarray, hp_of: np.ndarray
 ) -> np.ndarray:
     """float64 ``[T, n_measured]`` sums that a rule measures; arguments as in `DenseStep`."""
-    block = blocks(kernel).measure
+    block = blocks(kernel).reduce
     assert block is not None
     # An empty tensor has a part too, with sums of 0: for a tensor without parts NumPy's reduceat
     # would return the first sum of the next tensor.
@@ -211,9 +211,9 @@ def measure(
     first_part = np.concatenate(([0], np.cumsum(parts)[:-1]))
     sums = np.empty((int(parts.sum()), kernel.rule.n_measured))
     dense = Arguments(DenseCall.of(block, kernel.g, table, gradients, hp, hp_of, PART))
-    call = Arguments(MeasureCall(dense.address, first_part, sums, sums.strides[0]))
+    call = Arguments(ReduceCall(dense.address, first_part, sums, sums.strides[0]))
     threads = get_num_threads() if table.total >= SERIAL_BELOW else 1
-    run(_measure_part, len(sums), call.address, threads)
+    run(_reduce_part, len(sums), call.address, threads)
     return np.add.reduceat(sums, first_part)
 
 

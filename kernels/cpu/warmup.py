@@ -83,7 +83,7 @@ def functions(
         rule, prologue, storage = compiled.rule, compiled.prologue, compiled.w
         yield from (block for block in (matrix_blocks if rule.lines else blocks)(compiled) if block)
         if rule.layerwise and not prologue:
-            norm = blocks(kernel(SCALED, (), storage, storage, ())).measure
+            norm = blocks(kernel(SCALED, (), storage, storage, ())).reduce
             yield from (norm,) if norm else ()
             trusted = _TRUST_PROLOGUES if every_prologue else _TRUST_PROLOGUES[:1]
             yield from (blocks(other).update for other in kernels([rule], trusted, [storage]))

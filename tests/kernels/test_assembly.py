@@ -133,7 +133,7 @@ def test_sums_of_squares_are_vectorised(name, kind):
     """
     rule = RULES[name]
     compiled = blocks(kernel(rule, (), kind, kind, (kind,) * len(rule.states)))
-    block = compiled.measure or compiled.update
+    block = compiled.reduce or compiled.update
     assert_packed(block.assembly(), {"float64 addition" if rule.signed else "float64 FMA"})
 
 

@@ -68,7 +68,7 @@ class MatrixCall(NamedTuple):
     measured: np.ndarray  # float64 [parts]: sums of the squares that the rule measures
     terms: int
     make_factors: int
-    measure: int
+    reduce: int
     update: int
 
 
@@ -211,11 +211,11 @@ def _call_with_factors(c, block, index, total):
 
 
 @part(MatrixCall)
-def measure_part(index, slot, c):
+def reduce_part(index, slot, c):
     """Sum the squares that the rule measures in one part."""
     out = c.measured + index * 8
     carray(as_pointer(out), 1, np.float64)[0] = 0.0
-    _call_with_factors(c, c.measure, index, out)
+    _call_with_factors(c, c.reduce, index, out)
 
 
 @part(MatrixCall)
@@ -266,7 +266,7 @@ class MatrixStep:
         """float64 ``[T]``: the sum of squares that the rule measures of each tensor."""
         table = self._table
         passes = (sum_terms, table.n_parts), (make_factors, table.n_groups)
-        run_all(tuple(self._loop(*each) for each in (*passes, (measure_part, table.n_parts))))
+        run_all(tuple(self._loop(*each) for each in (*passes, (reduce_part, table.n_parts))))
         return np.add.reduceat(self._measured, table.first_part)
 
     def release(self) -> None:

@@ -29,7 +29,7 @@ from .tiles import (
     by_tiles,
     element_bytes,
     length_of,
-    measured_summed_tile,
+    reduced_summed_tile,
     scope_states,
     update_summed_tile,
     wide_loader,
@@ -61,21 +61,21 @@ def _over_row(make: Callable[[int], Any], length: int) -> Any:
     return over_row
 
 
-def _measured_tile(kernel: Kernel, length: int) -> Any:
-    """``measured_tile(i, arrays, (), (total,), hp, sums)``: `measured_summed_tile`, at an address."""
-    measure = measured_summed_tile(kernel, length)
+def _reduced_tile(kernel: Kernel, length: int) -> Any:
+    """``reduced_tile(i, arrays, (), (total,), hp, sums)``: `reduced_summed_tile`, at an address."""
+    reduce = reduced_summed_tile(kernel, length)
     read_hp = hp_reader(kernel.rule, kernel.prologue, kernel.real)
 
     @cuda.jit(device=True)
-    def measured_tile(i, arrays, how, tiles, hp, sums):
+    def reduced_tile(i, arrays, how, tiles, hp, sums):
         # Not before the sum: they would take registers.
-        measure(i, arrays, how, tiles, read_hp(hp), sums)
+        reduce(i, arrays, how, tiles, read_hp(hp), sums)
 
-    return measured_tile
+    return reduced_tile
 
 
 def row_updater(kernel: Kernel, gradient: Callable[[int], Any], threads: int) -> Any:
-    """``update_row(position, row, width, is_aligned, arrays, source, hp)``: a rule on a block's rows.
+    """``update_row(position, row, width, is_aligned, arrays, source, hp)``: the rows of a block.
 
     ``gradient(n)`` is as in `with_sum`; ``arrays`` is where addresses lie, ``hp`` where the scalars
     do. All threads of a block call it; a width of 0 is that of one without a row.
@@ -83,9 +83,9 @@ def row_updater(kernel: Kernel, gradient: Callable[[int], Any], threads: int) ->
     rule, length = kernel.rule, length_of(kernel)
     n_values, n_factors = rule.n_measured, len(rule.scaled_fields)
     n_shared = max(n_values, n_factors)
-    measure = on_device(lambda *_: None)
+    reduce = on_device(lambda *_: None)
     if rule.measure is not None:
-        measure = _over_row(lambda n: with_sum(kernel, gradient, _measured_tile, n), length)
+        reduce = _over_row(lambda n: with_sum(kernel, gradient, _reduced_tile, n), length)
     update = _over_row(lambda n: with_sum(kernel, gradient, update_summed_tile, n), length)
     follow, scale = following(kernel, DEVICE), scaling(kernel, DEVICE)
     load_states, store_states = scope_states(kernel, n_factors)
@@ -98,7 +98,7 @@ def row_updater(kernel: Kernel, gradient: Callable[[int], Any], threads: int) ->
         for k in range(n_shared):
             sums[k] = 0.0
         # Threads without a row take part with a width of 0: the sum over lanes has barriers.
-        measure(position, width, is_aligned, first, arrays, source, hp, sums)
+        reduce(position, width, is_aligned, first, arrays, source, hp, sums)
         shared = cuda.shared.array((n_shared, threads), float64)
         cuda.syncthreads()  # all have read the factors of the rows before
         for k in range(n_shared):

@@ -180,28 +180,28 @@ def update_summed_tile(kernel: Kernel, length: int) -> Any:
     return in_registers(_accesses(kernel, length)[1:], length, update, stored=kernel.stored)
 
 
-def _measuring(kernel: Kernel, length: int) -> Any:
-    """``measure(tiles, hp, sums)``: what is measured of tiles, to float64 sums."""
+def _reducing(kernel: Kernel, length: int) -> Any:
+    """``reduce(tiles, hp, sums)``: what is measured of tiles, to float64 sums."""
     values, add = values_of(kernel, DEVICE), adder(kernel.rule, DEVICE)
     put = putter(kernel.rule.n_measured)
 
     @cuda.jit(device=True)
-    def measure(tiles, hp, sums):
+    def reduce(tiles, hp, sums):
         for k in range(length):
             put(sums, add(sums, values(tiles[1:], tiles[0], k, hp)))
 
-    return measure
+    return reduce
 
 
-def measured_tile(kernel: Kernel, length: int) -> Any:
+def reduced_tile(kernel: Kernel, length: int) -> Any:
     """``registered(i, arrays, (), (), hp, sums)``: what is measured of a tile, to float64 sums."""
-    return in_registers(_accesses(kernel, length), length, _measuring(kernel, length), stored=())
+    return in_registers(_accesses(kernel, length), length, _reducing(kernel, length), stored=())
 
 
-def measured_summed_tile(kernel: Kernel, length: int) -> Any:
+def reduced_summed_tile(kernel: Kernel, length: int) -> Any:
     """``registered(i, arrays, (), (total,), hp, sums)``: as `update_summed_tile`."""
-    measure = _measuring(kernel.with_gradient(kernel.real), length)
-    return in_registers(_accesses(kernel, length)[1:], length, measure, stored=())
+    reduce = _reducing(kernel.with_gradient(kernel.real), length)
+    return in_registers(_accesses(kernel, length)[1:], length, reduce, stored=())
 
 
 def with_sum(
