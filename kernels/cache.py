@@ -242,7 +242,7 @@ class _Folder(NamedTuple):
 
     So it stays the one that was checked when somebody who may write to a folder above it
     exchanges what its path leads to. Before the check such a person can choose among folders
-    that pass it, which only this user has written; those above are therefore not looked at.
+    that pass it, which only this user has written; those above are therefore not checked.
     """
 
     path: Path

@@ -19,7 +19,7 @@ def check_target(
     Without ``follows`` a link is refused, and so is a file that another name leads to as well.
 
     A file that is renamed to its place would put an end to a pipe or a device there, as root even
-    to those of the system. So whatever is written by its name is looked at first.
+    to those of the system. So whatever is written by its name is checked first.
 
     Raises:
         OSError: something else is there; ``what`` says in the message what the path is.

@@ -26,7 +26,7 @@ from .idle import NODES, IdleStep
 from .rule import Rule, hp_type
 
 SLEEP = 2_048
-"""The most steps that a row sleeps. Every row is looked at once in so many steps."""
+"""The most steps that a row sleeps. Every row is checked once in so many steps."""
 TOLERANCE, _MISLED = 1e-7, 5e-7
 _SECOND = 1  # the place of the second moment that decays
 _SLOWEST = -math.log(1e-9)  # what is left of a first moment whose steps no longer count

@@ -341,7 +341,7 @@ def watched(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that PyTorch's compiler does not look into."""
+    """A function that PyTorch's compiler does not trace."""
     # What is documented loads the compiler at once, not when the function is first called.
     disable = find("outside of graphs") or import_module("torch.compiler").disable
     return disable(function)  # type: ignore[no-any-return]

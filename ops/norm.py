@@ -87,7 +87,7 @@ def clip_by_global_norm(
     Raises:
         TypeError: a kind or dtype does not fit.
         ValueError: ``clip_norm`` is not above 0, ``use_norm`` is below, or in place cannot be.
-        IndexError: an index of a `RowTensor` is out of range (looked for unless ``use_norm`` is
+        IndexError: an index of a `RowTensor` is out of range (checked unless ``use_norm`` is
             given: then nothing is summed).
 
     Source: ``mindspore.ops.clip_by_global_norm``; Pascanu et al. (2013), arXiv:1211.5063.

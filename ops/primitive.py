@@ -68,7 +68,7 @@ class Primitive:
 
     def _variables(self, **values: Any) -> Named:
         arrays = tuple(values.values())
-        # One compiled look at all of them where nothing is wrong; whatever it does not know goes
+        # One compiled check of all of them where nothing is wrong; whatever it does not know goes
         # through the checks, which say what is wrong or find that nothing is.
         if alike(arrays, len(arrays)) is None:
             there = alike_on_device(arrays)

@@ -241,7 +241,7 @@ def admit(index, slot, c):
 
 
 @part(IdCall)
-def look_again(index, slot, c):
+def find_admitted(index, slot, c):
     """The rows of ids that a later occurrence has admitted: on one thread."""
     hashes, places, _ = _slots(c)
     ids, rows = int64s(c.ids, c.n), carray(as_pointer(c.rows), c.n, np.int32)

@@ -294,7 +294,7 @@ class IdMap:
             out[2], call = 0, self._call(ids, rows, None, times, step, out, handed, now)
             run_all((Loop.of(kernels.admit, 1, call.address, 1),))
         if out[0] and (self.after > 1 or self.chance < 1.0):
-            run_all((Loop.of(kernels.look_again, 1, call.address, 1),))
+            run_all((Loop.of(kernels.find_admitted, 1, call.address, 1),))
         return rows
 
     def _rows_that_lack(self, ids: np.ndarray, times: np.ndarray | None) -> int:

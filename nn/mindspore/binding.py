@@ -103,7 +103,7 @@ class TensorReader(GradientReader):
 
     def read_like_last(self, gradients: tuple[Any, ...]) -> Gradients | None:
         """The gradients if they are like the last ones (`GradientReader.read_like_last`)."""
-        last, seen = self._layouts.get(None), _looked_at(gradients)
+        last, seen = self._layouts.get(None), _scanned(gradients)
         if last is None or seen is None or self._seen != seen[0]:
             return None
         _, addresses, storages = seen
@@ -120,7 +120,7 @@ class TensorReader(GradientReader):
                     wrong = "has a wrong shape"
                     reject(ValueError, self._where, name, wrong, p.shape, g.shape, _LOOKUP)
                 check_memory(self._where, name, g)
-        seen = _looked_at(gradients)
+        seen = _scanned(gradients)
         arrays = tuple(host_array(g) if isinstance(g, Tensor) else g for g in gradients)
         result = super().read_like_last(arrays) or super().read(arrays, added)
         # Unless another thread has given a tensor other memory meanwhile.
@@ -129,7 +129,7 @@ class TensorReader(GradientReader):
         return result
 
 
-def _looked_at(gradients: Iterable[Any]) -> tuple[list[Any], list[int], list[Any]] | None:
+def _scanned(gradients: Iterable[Any]) -> tuple[list[Any], list[int], list[Any]] | None:
     """Kinds and addresses of dense gradients, and the storages that hold their memory.
 
     None if they are not all plain tensors that lie in their storages. A storage holds the memory
@@ -171,7 +171,7 @@ class Binding:
         self._check_names(rates)
         outer._make_states(self.inner)
         self._find(outer, rates)
-        self._look()
+        self._check_memory()
 
     def has(self, value: Any) -> bool:
         """Whether a value is, or begins with, a tensor that a step works on."""
@@ -219,7 +219,7 @@ class Binding:
         }
         self._options = [self._following[name] for name in inner._derived_state(0)]
 
-    def _look(self) -> None:
+    def _check_memory(self) -> None:
         """Wait for what MindSpore has queued, and work on its memory as it lies now.
 
         Raises:
@@ -280,7 +280,7 @@ class Binding:
             names = [f"gradient of {w.name!r}" for w in self._weights]
             arrays = tuple(map(partial(_row_tensor, self.where), names, arrays))
         with self._exclusive:
-            self._look()
+            self._check_memory()
             before = self._count()
             try:
                 return call(arrays)

@@ -321,7 +321,7 @@ def _new(
 def alike_on_device(values: Sequence[Any]) -> list[DeviceArray] | None:
     """Arrays of one framework and one form that was seen, if they can be updated in place.
 
-    None says nothing: whatever is not known at a look is adopted and checked one by one.
+    None says nothing: whatever is not known at once is adopted and checked one by one.
     """
     kind = type(values[0])
     framework = known_framework(kind)

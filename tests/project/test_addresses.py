@@ -52,7 +52,7 @@ CHECKED = {
         "kernels/cuda/device/driver.py": "address_of, copy_in, start_copy_out",
     },
     "the size of the storage is compared with that of the array": {
-        "nn/mindspore/binding.py": "_looked_at, check_memory, places_of, shared_array",
+        "nn/mindspore/binding.py": "_scanned, check_memory, places_of, shared_array",
     },
     "it is made here, and nobody else has it": {
         "kernels/cpu/headers/id_lists.py": "_read_lists",

@@ -1,6 +1,6 @@
 """Traits of functions of numbers once they are compiled: what they return, and if they can raise.
 
-Rules and formulas of users are looked at before anything is made of them. Compiled code that calls
+Rules and formulas of users are checked before anything is made of them. Compiled code that calls
 a function which raises does not hear of it, and would go on with half of the elements written.
 """
 
@@ -91,7 +91,7 @@ def _traits(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Traits:
 
 
 def _compiled(function: Callable[..., Any], arguments: tuple[Any, ...], name: str) -> Traits:
-    # Here an index out of range is an exception; what is run later does not look at it.
+    # Here an index out of range is an exception; what is run later does not check it.
     inner, read = njit(function, **RULE_FLAGS, boundscheck=True), value_reader(arguments)
 
     def call(address):

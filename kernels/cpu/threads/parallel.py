@@ -79,7 +79,7 @@ _caller = _Caller()
 _OPENMP, _LAYER = "openmp", "layer"
 # So often a waiting thread reads a counter, in 20 to 50 ns each time, before it yields its core:
 # the part that it waits for may belong to a thread that the system has suspended.
-_LOOKS = 8_000
+_CHECKS = 8_000
 
 
 @njit
@@ -103,14 +103,14 @@ def _run_parts(function, n, call, slot, threads, claimed):
 @njit
 def _wait(done, n):
     """Wait until a counter has reached ``n``; returns whether that took long."""
-    looks = 0
+    checks = 0
     while load_acquire(done) < n:
-        looks += 1
-        if looks < _LOOKS:
+        checks += 1
+        if checks < _CHECKS:
             cpu_pause()
         else:
             sleep()
-    return looks >= _LOOKS
+    return checks >= _CHECKS
 
 
 @njit
@@ -213,7 +213,7 @@ def _join(region):
 
 
 def _call_shared(parallel, join, region, is_forked):
-    # A signal handler may have forked since the threads were looked for.
+    # A signal handler may have forked since the threads were checked.
     if load_int64(is_forked) == 0:
         call_address(parallel, join, region, 0, 0)
     else:
