@@ -22,7 +22,7 @@ from .errors import message, reject
 
 
 class Place(NamedTuple):
-    """The place and form of a device array."""
+    """The place and layout of a device array."""
 
     address: int
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class Framework:
     are given by their handles.
     """
 
-    tells_device = False  # whether `form` has the device
+    tells_device = False  # whether `signature` has the device
 
     def place(self, where: str, name: str, value: Any) -> Place:
         """The place of ``value``."""
@@ -57,8 +57,8 @@ class Framework:
         return Place(*layout, dtype, device, not read_only, interface.get("stream"))
 
     # A step asks for both of every array, so code of C answers where it can.
-    def form(self, value: Any) -> Any:
-        """All of the place of ``value`` but its address, in a form that can be compared.
+    def signature(self, value: Any) -> Any:
+        """All of the place of ``value`` but its address, to be compared.
 
         The device is in it only if the framework ``tells_device``.
         """
@@ -97,7 +97,7 @@ class Framework:
 class _Numba(Framework):
     """Arrays of Numba, whose interface takes longer than all else of a step."""
 
-    form: Any = attrgetter("shape", "strides", "dtype", "stream")
+    signature: Any = attrgetter("shape", "strides", "dtype", "stream")
     address: Any = attrgetter("gpu_data.device_ctypes_pointer.value")
 
 
@@ -115,7 +115,7 @@ class _Torch(Framework):
         layout = value.data_ptr(), tuple(value.shape), None if value.is_contiguous() else strides
         return Place(*layout, dtype, value.device.index, True)
 
-    def form(self, value: Any) -> Any:
+    def signature(self, value: Any) -> Any:
         try:
             there = value.untyped_storage().nbytes(), value.storage_offset()
         except RuntimeError:  # no memory: `place` says so
@@ -149,7 +149,7 @@ class _CuPy(Framework):
         strides = None if value.flags.c_contiguous else tuple(value.strides)
         return Place(value.data.ptr, value.shape, strides, dtype, value.device.id, True)
 
-    form: Any = attrgetter("shape", "strides", "dtype", "data.device_id")
+    signature: Any = attrgetter("shape", "strides", "dtype", "data.device_id")
     address: Any = attrgetter("data.ptr")
 
     def stream(self, device: int) -> int:

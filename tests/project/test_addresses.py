@@ -38,7 +38,8 @@ CHECKED = {
         "ops/runtime/arrays.py": "adopt",
     },
     "what exports it holds it; where that is not known, it is not 0": {
-        "ops/runtime/frameworks.py": "Framework.place, Framework.form, _CuPy.place, _CuPy.stream",
+        "ops/runtime/frameworks.py": "Framework.place, Framework.signature, _CuPy.place, "
+                                     "_CuPy.stream",
         "nn/base/parameter.py": "Parameter.__cuda_array_interface__",
     },
     "the sizes of all storages are compared with what is needed": {
