@@ -76,7 +76,7 @@ class TensorTable:
 
 
 class RowSource(NamedTuple):
-    """The source of a row-sparse gradient, in the form of all loops: addresses and numbers."""
+    """The source of a row-sparse gradient, as all loops read it: addresses and numbers."""
 
     indices: int  # [B]
     index_bytes: int  # 4 (int32) or 8 (int64)
@@ -92,7 +92,7 @@ class RowSource(NamedTuple):
     rows: int = 0
     stride: int = 0
     weights: int = 0
-    # For maxima: int32 in the form of the values, the occurrence that each element came from
+    # For maxima: int32 in the layout of the values, the occurrence that each element came from
     # (0: no maxima), and the number that occurrence 0 has there.
     winners: int = 0
     first: int = 0

@@ -47,7 +47,7 @@ class _Array(NamedTuple):
     owner: int  # who writes it then
 
     @property
-    def form(self) -> dict[str, Any]:
+    def layout(self) -> dict[str, Any]:
         """The description of the array in the index."""
         dtype, shape = str(self.array.dtype), self.array.shape
         if self.shard is None:
@@ -113,11 +113,11 @@ def save_checkpoint(
         raise
     # All parts are on the disk. Until the index is there the folder has the checkpoint of before;
     # from then on, this one.
-    said = gather_texts(comm, json.dumps([digest, {name: a.form for name, a in kept.items()}]))
+    said = gather_texts(comm, json.dumps([digest, {name: a.layout for name, a in kept.items()}]))
     if comm.rank == 0:
-        digests, forms = zip(*map(json.loads, said), strict=True)
-        all_forms = {name: form for of_rank in forms for name, form in of_rank.items()}
-        _, error = attempted(_write_index, path, dict(zip(names, digests, strict=True)), all_forms)
+        digests, layouts = zip(*map(json.loads, said), strict=True)
+        described = {name: layout for of_rank in layouts for name, layout in of_rank.items()}
+        _, error = attempted(_write_index, path, dict(zip(names, digests, strict=True)), described)
     agree(comm, where, {}, error)
 
 
@@ -126,9 +126,9 @@ def _common(arrays: dict[str, _Array], optimizer: Any) -> dict[str, Any]:
     is_alike = not isinstance(optimizer, ShardedStates)
     whole = {n: a for n, a in arrays.items() if a.shard is None and is_alike}
     return {
-        "shards": {n: a.form for n, a in arrays.items() if a.shard is not None},
+        "shards": {n: a.layout for n, a in arrays.items() if a.shard is not None},
         "arrays without a shard": {
-            n: {**a.form, "crc32": zlib.crc32(as_bytes(np.ascontiguousarray(a.array)).data)}
+            n: {**a.layout, "crc32": zlib.crc32(as_bytes(np.ascontiguousarray(a.array)).data)}
             for n, a in whole.items()
         },
     }
@@ -235,11 +235,11 @@ def _fitting_index(where: str, path: Path, arrays: dict[str, _Array], names: set
             expected, got = "the names of the optimizer", f"{which}: {sorted(wrong)[:3]}"
             reject(KeyError, where, "checkpoint", "does not fit this optimizer", expected, got)
     for name, a in arrays.items():
-        saved, form = index.arrays[name], a.form
+        saved, layout = index.arrays[name], a.layout
         for kind, key in ((TypeError, "dtype"), (ValueError, "shape")):
-            if saved[key] != form[key]:
+            if saved[key] != layout[key]:
                 got = f"{saved[key]} in {INDEX}"
-                reject(kind, where, name, f"has a wrong {key}", form[key], got)
+                reject(kind, where, name, f"has a wrong {key}", layout[key], got)
         if not a.array.flags.writeable:
             reject(ValueError, where, name, "is read-only", "a writable array", "a read-only one")
     return index

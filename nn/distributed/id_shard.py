@@ -59,8 +59,8 @@ class IdShard:
     def __init__(self, ids: IdMap, comm: Communicator) -> None:
         _, error = attempted(check_kind, "IdShard", "ids", ids, IdMap, "an IdMap")
         names = () if error else ("after", "chance", "seed", "full")
-        self.form = {name: getattr(ids, name) for name in names}
-        agree(comm, "IdShard", self.form, error)
+        self.signature = {name: getattr(ids, name) for name in names}
+        agree(comm, "IdShard", self.signature, error)
         self.ids, self.comm = ids, comm
         # Keys are hashes, so equal shares of all keys have about as many ids each.
         firsts = [-(-(rank << 64) // comm.size) for rank in range(1, comm.size)]
@@ -147,11 +147,11 @@ class IdShard:
             ids = of_map["ids"]
             is_own = self.owner(ids) == self.comm.rank
             for name, array in arrays.items():
-                form, label = (array.dtype, (len(ids), *array.shape[1:])), f"states[{k}]: {name!r}"
+                kind, label = (array.dtype, (len(ids), *array.shape[1:])), f"states[{k}]: {name!r}"
                 checked = adopt(where, label, state[name])
-                if (checked.dtype, checked.shape) != form:
+                if (checked.dtype, checked.shape) != kind:
                     got = f"{checked.dtype} {checked.shape}"
-                    reject(ValueError, where, label, "does not fit", f"{form[0]} {form[1]}", got)
+                    reject(ValueError, where, label, "does not fit", f"{kind[0]} {kind[1]}", got)
                 parts[name].append(checked[is_own])
             for name, others in _BY_ID.items():
                 mine = self.owner(of_map[name]) == self.comm.rank
@@ -184,7 +184,7 @@ class _StepOfShard:
     ) -> None:
         self._shard, self._step, self._begin = shard, step, begin
         self.comm, self.first_keys = shard.comm, shard.first_keys
-        self.form = {**shard.form, "step": str(step)}
+        self.signature = {**shard.signature, "step": str(step)}
         self._found: FoundRows | None = None
 
     def __len__(self) -> int:

@@ -88,14 +88,14 @@ class Index:
             OSError: a part cannot be read.
             ValueError: a part has no such array.
         """
-        form = self.arrays[name]
-        if "rank" in form:
-            with self._opened(form["rank"]) as part:
+        layout = self.arrays[name]
+        if "rank" in layout:
+            with self._opened(layout["rank"]) as part:
                 array = part.get_tensor(name)
             out[...] = array if ids is None else array[ids]
             return
-        rows = form["shape"][0]
-        positions = places(np.arange(rows) if ids is None else ids, rows, form["order"])
+        rows = layout["shape"][0]
+        positions = places(np.arange(rows) if ids is None else ids, rows, layout["order"])
         height = span_height(rows, len(self._parts))
         part_of = positions // height
         for rank in np.unique(part_of).tolist():
@@ -151,13 +151,13 @@ def _is_index(content: dict[str, Any]) -> bool:
             size = len(parts)
             names = [part_name(rank, size, "[0-9a-f]{16}") for rank in range(size)]
             are_parts = all(map(re.fullmatch, names, parts)) and size > 0
-            return are_parts and all(_is_form(a, size) for a in arrays.values())
+            return are_parts and all(_is_layout(a, size) for a in arrays.values())
     return False
 
 
-def _is_form(form: Any, size: int) -> bool:
+def _is_layout(layout: Any, size: int) -> bool:
     """Whether an array of a checkpoint of ``size`` parts can be described so."""
-    match form:
+    match layout:
         case {"dtype": str(dtype), "shape": [*shape], "rank": rank}:
             is_placed = is_int(rank) and 0 <= rank < size
         case {"dtype": str(dtype), "shape": [_, *_] as shape, "order": order}:

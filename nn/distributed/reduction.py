@@ -50,7 +50,7 @@ def all_reduce(
     (array([1., 1.], dtype=float32), None)
     """
     read, error = attempted(_read, _WHERE, gradients, average)
-    agree(comm, _WHERE, {"average": bool(average), "gradients": _forms(read or [])}, error)
+    agree(comm, _WHERE, {"average": bool(average), "gradients": _signatures(read or [])}, error)
     sums: list[Any] = [None] * len(read)
     by_dtype: dict[np.dtype[Any], list[int]] = {}
     for i, gradient in enumerate(read):
@@ -86,8 +86,8 @@ def average_bags(
         TypeError, ValueError, RuntimeError: a process has found an error, or tables differ.
         LostProcessError: a process has ended.
     """
-    forms = [[*gradient.dense_shape, gradient.unit, str(gradient.dtype)] for gradient in gradients]
-    agree(comm, where, {"tables": forms}, error)
+    signatures = [[*g.dense_shape, g.unit, str(g.dtype)] for g in gradients]
+    agree(comm, where, {"tables": signatures}, error)
     bags = joined([[gradient] for gradient in gradients])
     n, is_weighted = [len(g.indices) for g in bags], any(g.weights is not None for g in bags)
     gathered = np.empty((comm.size, len(bags) + 2), np.int64)
@@ -134,14 +134,14 @@ def _read(where: str, gradients: Any, average: Any) -> list[Any]:
     return read
 
 
-def _forms(read: Sequence[Any]) -> list[Any]:
-    """The forms of gradients, which must be the same on all processes."""
-    forms: list[Any] = []
+def _signatures(read: Sequence[Any]) -> list[Any]:
+    """The signatures of gradients, which must be the same on all processes."""
+    signatures: list[Any] = []
     for g in read:
         is_row_sparse = isinstance(g, RowTensor)
         kind = [str(g.indices.dtype), g.positions is not None] if is_row_sparse else []
-        forms.append(None if g is None else [*kind, str(g.dtype), *g.shape])
-    return forms
+        signatures.append(None if g is None else [*kind, str(g.dtype), *g.shape])
+    return signatures
 
 
 @quiet

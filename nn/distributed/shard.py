@@ -62,7 +62,7 @@ class RowShard:
         agree(comm, "RowShard", {"rows": str(rows), "order": str(order)}, error)
         self.rows, self.comm, self.order = int(rows), comm, order
         self.height = span_height(self.rows, comm.size)
-        self.form = {"rows": self.rows, "order": order}
+        self.signature = {"rows": self.rows, "order": order}
         self.first_keys = np.arange(1, comm.size) * self.height
         self.begin, self.end = (
             min(rank * self.height, self.rows) for rank in (comm.rank, comm.rank + 1)

@@ -53,14 +53,14 @@ C_CONTIGUOUS_ALIGNED = _C_CONTIGUOUS | _ALIGNED
 # The place of a tuple's length, and the place where the pointers to its elements begin.
 LENGTH, ITEMS = object.__basicsize__, tuple.__basicsize__
 PLAIN, ROWS, INDICES = range(3)
-"""Kinds of forms: of an array; of the values of a row-sparse gradient; of its indices, which come
+"""Kinds of layouts: of an array; of the values of a row-sparse gradient; of its indices, which come
 before and are as many."""
 OPEN = -1
 """As a size: any."""
 
 
-class ExpectedForm(NamedTuple):
-    """Expected form of an array, all ``int64``; the sizes lie behind it."""
+class ExpectedLayout(NamedTuple):
+    """Expected layout of an array, all ``int64``; the sizes lie behind it."""
 
     kind: int
     dtype: int  # identity
@@ -69,14 +69,14 @@ class ExpectedForm(NamedTuple):
     n_bytes: int  # of all elements, with an open size taken as 1
 
 
-forms_at, FORM_BYTES = records(ExpectedForm), 8 * len(ExpectedForm._fields)
+layouts_at, LAYOUT_BYTES = records(ExpectedLayout), 8 * len(ExpectedLayout._fields)
 
 
 class _Query(NamedTuple):
     """Question about a tuple of arrays, all ``int64``; addresses."""
 
     n: int  # arrays of the tuple
-    forms: int  # [n + n_written]: addresses of the `ExpectedForm` of each, then of those written
+    layouts: int  # [n + n_written]: addresses of each `ExpectedLayout`, then of those written
     memory: int  # [2, n_spans]
     n_spans: int
     n_written: int
@@ -210,7 +210,7 @@ def fits(actual, sizes, expected, dims, begin):
 
 @njit(inline="always")
 def spans_at(address, n):
-    """Memory in the form of `overlaps`."""
+    """Memory in the layout of `overlaps`."""
     return carray(as_pointer(address), (2, n), np.int64)
 
 
@@ -258,26 +258,26 @@ def read_array(thing, array_type, flags):
 
 
 def _read_expected(query, things, addresses):
-    """Compare a tuple of arrays with their forms, for `Expected`."""
+    """Compare a tuple of arrays with their layouts, for `Expected`."""
     c = _query_at(query, 1)[0]
     n, written, length = c.n, c.written, 1
     if load_int64(things + LENGTH) != n:
         return 0
     out, places = int64s(header_at(addresses).data, n), int64s(c.places, c.n_written)
-    forms, memory = int64s(c.forms, n + c.n_written), spans_at(c.memory, c.n_spans)
+    layouts, memory = int64s(c.layouts, n + c.n_written), spans_at(c.memory, c.n_spans)
     for k in range(n + c.n_written):
-        address = forms[k]
-        form = forms_at(address, 1)[0]
+        address = layouts[k]
+        layout, sizes_at = layouts_at(address, 1)[0], address + LAYOUT_BYTES
         thing = item_of(things, k) if k < n else item_of(written, k - n)
-        actual, sizes, data = read_array(thing, c.type, form.flags)
-        if not fits(actual, sizes, (form.dtype, form.flags, form.dim), address + FORM_BYTES, 0):
+        actual, sizes, data = read_array(thing, c.type, layout.flags)
+        if not fits(actual, sizes, (layout.dtype, layout.flags, layout.dim), sizes_at, 0):
             return 0
-        n_bytes = form.n_bytes
-        if form.kind == INDICES:
-            length = load_int64(sizes + 8 * (form.dim - 1))
-        elif form.kind == ROWS and load_int64(sizes) != length:
+        n_bytes = layout.n_bytes
+        if layout.kind == INDICES:
+            length = load_int64(sizes + 8 * (layout.dim - 1))
+        elif layout.kind == ROWS and load_int64(sizes) != length:
             return 0
-        if form.kind != PLAIN:
+        if layout.kind != PLAIN:
             n_bytes *= length
         if data == 0 and n_bytes > 0:
             return 0
@@ -292,43 +292,43 @@ def _read_expected(query, things, addresses):
 
 
 NOWHERE = np.zeros((2, 0), np.int64)
-"""No memory, in the form of `overlaps`."""
+"""No memory, in the layout of `overlaps`."""
 
-ArrayForm = tuple[np.dtype, tuple[int, ...]]
+ArrayLayout = tuple[np.dtype, tuple[int, ...]]
 """Dtype and shape of an array. The first size is `OPEN` for the indices of a row-sparse gradient,
 and for its values behind them, which are as many."""
 
 
-def _form_of(
+def _layout_of(
     dtype: np.dtype, shape: tuple[int, ...], flags: int
-) -> tuple[ExpectedForm, tuple[int, ...]]:
+) -> tuple[ExpectedLayout, tuple[int, ...]]:
     is_open = shape[:1] == (OPEN,)
     kind = PLAIN if not is_open else ROWS if dtype in STORAGES else INDICES
     n_bytes = math.prod(shape[is_open:]) * dtype.itemsize
-    return ExpectedForm(kind, id(dtype), flags, len(shape), n_bytes), shape
+    return ExpectedLayout(kind, id(dtype), flags, len(shape), n_bytes), shape
 
 
 class Expected:
-    """Expected arrays of a tuple: of these forms, and outside of ``memory``.
+    """Expected arrays of a tuple: of these layouts, and outside of ``memory``.
 
     ``memory`` is as for `overlaps`. The arrays ``written`` belong to no tuple: they have the last
-    of the forms, and must keep the address that they have now. ``alive`` are the dtypes of the
-    forms.
+    of the layouts, and must keep the address that they have now. ``alive`` are the dtypes of the
+    layouts.
     """
 
     def __init__(
-        self, forms: Sequence[tuple[ExpectedForm, tuple[int, ...]]], memory: np.ndarray, alive: Any,
-        written: Sequence[np.ndarray] = (),
+        self, layouts: Sequence[tuple[ExpectedLayout, tuple[int, ...]]], memory: np.ndarray,
+        alive: Any, written: Sequence[np.ndarray] = (),
     ) -> None:  # fmt: skip
-        made = {pair: np.array([*pair[0], *pair[1]], np.int64) for pair in forms}  # each once
+        made = {pair: np.array([*pair[0], *pair[1]], np.int64) for pair in layouts}  # each once
         held = tuple(written)
-        addresses = [address_of(made[pair]) for pair in forms], addresses_of(held)
+        addresses = [address_of(made[pair]) for pair in layouts], addresses_of(held)
         kept = [np.array(each, np.int64) for each in addresses]
         # The identities and addresses in the query stay valid while these live.
         self._alive = alive, made, held, kept, memory
-        at_forms, places = map(address_of, kept)
+        lists, places = map(address_of, kept)
         spans = address_of(memory), memory.shape[1]
-        fields = len(forms) - len(held), at_forms, *spans, len(held), id(held), places, ARRAY_TYPE
+        fields = len(layouts) - len(held), lists, *spans, len(held), id(held), places, ARRAY_TYPE
         self._query = array("q", _Query(*fields))
         self._query_at, _ = self._query.buffer_info()
 
@@ -339,12 +339,12 @@ class Expected:
 
 
 def expected_arrays(
-    forms: Sequence[ArrayForm], memory: np.ndarray, written: Sequence[np.ndarray] = ()
+    layouts: Sequence[ArrayLayout], memory: np.ndarray, written: Sequence[np.ndarray] = ()
 ) -> Expected:
     """Expected arrays, exactly ``ndarray``, as `Expected`; those that are written are writeable."""
-    every = [(*form, C_CONTIGUOUS_ALIGNED) for form in forms]
+    every = [(*layout, C_CONTIGUOUS_ALIGNED) for layout in layouts]
     every += [(output.dtype, output.shape, C_CONTIGUOUS_ALIGNED | _WRITEABLE) for output in written]
-    return Expected([_form_of(*form) for form in every], memory, every, written)
+    return Expected([_layout_of(*layout) for layout in every], memory, every, written)
 
 
 _DTYPES = *STORAGES, np.dtype(np.int32), np.dtype(np.int64)
