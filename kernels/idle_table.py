@@ -9,7 +9,7 @@ it is next read or written. An idle step of Adam is
 so that after ``k`` of them the drift is a sum over ``j = 1 .. k`` of ``size_j * beta1**j * m``
 divided by ``sqrt(v) * beta2**(j/2) + epsilon``. As a function of ``j`` the divisor's reciprocal is
 smooth. It is interpolated between `NODES` moments ``x``, so the drift is the sum over these alone
-of ``way*m / (sqrt(v)*exp(-x) + epsilon)``: the ways depend on the steps, not on the element. How
+of ``path*m / (sqrt(v)*exp(-x) + epsilon)``: the paths depend on the steps, not on the element. How
 far that is off follows from the betas; where it is more than `TOLERANCE` of the drift, steps are
 taken one by one, until the first moment has faded.
 """
@@ -126,7 +126,7 @@ class IdleTable:
         if idle.root is None:
             self.many[:, -1] = 1.0
         # The first fields of ``many``, a row each.
-        self.n_sums = 1 + n_states + idle.n_ways + 1
+        self.n_sums = 1 + n_states + idle.n_paths + 1
         self._sums = np.zeros((self.n_sums, SLEEP))
         self.steps = np.zeros((SLEEP, 5))
         # Sums over the missed steps, each with what is left of the first moment: sizes, and errors.
@@ -176,7 +176,7 @@ class IdleTable:
         """One step: rows that took the one before are the first to miss it."""
         idle, sums, begin = self.idle, self._sums, (step - 1) % SLEEP
         n_states, moving = self.n_states, idle.moving
-        weight, ways, pull = sums[0], sums[1 + n_states : -1], sums[-1]
+        weight, paths, pull = sums[0], sums[1 + n_states : -1], sums[-1]
         is_still = idle.root is None and moving is None and {missed.weight, *missed.states} <= {1.0}
         self.changes = self.changes or not is_still
         sums[:, begin] = 0.0
@@ -185,22 +185,22 @@ class IdleTable:
             fade, state = missed.states[moving], sums[1 + moving]
             before = weight.copy(), state.copy(), pull.copy()
             weight[:] = missed.weight * before[0] - missed.size * fade * before[2]
-            state[:] = fade * before[1] - missed.pull * ways[0]
+            state[:] = fade * before[1] - missed.pull * paths[0]
             pull[:] = fade * before[2] + missed.pull * before[0]
-            ways[0] = missed.weight * ways[0] + missed.size * fade * before[1]
+            paths[0] = missed.weight * paths[0] + missed.size * fade * before[1]
             return
         for k, left in enumerate(missed.states):
             if left != 1.0:
                 sums[1 + k] *= left
         if missed.weight != 1.0:
             weight *= missed.weight
-            ways *= missed.weight
+            paths *= missed.weight
         if idle.root is not None:
-            self._add_ways(step, missed)
+            self._add_paths(step, missed)
         elif moving is not None:
-            ways[0] += missed.size * (1.0 if idle.by_sign else sums[1 + moving])
+            paths[0] += missed.size * (1.0 if idle.by_sign else sums[1 + moving])
 
-    def _add_ways(self, step: int, missed: IdleStep) -> None:
+    def _add_paths(self, step: int, missed: IdleStep) -> None:
         """The drift of one step, shared among the nodes."""
         idle, sums, begin = self.idle, self._sums, (step - 1) % SLEEP
         assert idle.moving is not None
