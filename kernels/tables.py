@@ -94,7 +94,7 @@ class RowSource(NamedTuple):
     weights: int = 0
     # For maxima: int32 in the layout of the values, the occurrence that each element came from
     # (0: no maxima), and the number that occurrence 0 has there.
-    winners: int = 0
+    argmax: int = 0
     first: int = 0
     n_rows: int = 0  # the number of gradient rows, if occurrences may share them
 

@@ -198,7 +198,7 @@ def _free_parts(*form: Any) -> deque[Any]:  # noqa: ARG001  (the key)
 def _form_of(table: RowTable) -> tuple[Any, ...]:
     """All of a table but addresses, in which steps with one part may differ."""
     source = table.source
-    has = source.rows != 0, source.weights != 0, source.winners != 0
+    has = source.rows != 0, source.weights != 0, source.argmax != 0
     lengths = source.index_bytes, source.length, source.whole_length, source.stride
     return (table.rows, table.width, *lengths, *has)
 

@@ -99,7 +99,7 @@ def _whole_length(source):
 def _form_of(source):
     if source.rows == 0:
         return OWN
-    return CHOSEN if source.winners != 0 else WEIGHTED if source.weights != 0 else SHARED
+    return CHOSEN if source.argmax != 0 else WEIGHTED if source.weights != 0 else SHARED
 
 
 @njit
@@ -160,7 +160,7 @@ def _lay_out(question):
         if form == WEIGHTED:
             own.weights -= first_position * c.real_bytes
         if form == CHOSEN:
-            own.weights = source.winners
+            own.weights = source.argmax
         if form >= WEIGHTED:
             own.first -= first_position
             own.block_single = 0  # even the gradient of a single occurrence has to be computed

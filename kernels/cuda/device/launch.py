@@ -21,7 +21,7 @@ def tile_grid(width: int, length: int, threads: int) -> tuple[int, int, int]:
 
 
 class Launches:
-    """Launches that follow one another in every step, made anew only where they differ.
+    """Launches that follow one another in every step, rebuilt only where they differ.
 
     ``make(call)`` gives them for a stream, scratch memory and tables, each as a function, and
     whether that takes the guard: what differs from step to step is the last argument of a loop.

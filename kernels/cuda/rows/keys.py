@@ -266,12 +266,12 @@ class KeySort:
         if not source.rows:
             values = source.values - first_position * table.width * g_bytes
             return values, scalars, indices, wide % WIDEST == 0, 0, 0, 0, 0
-        if source.winners:  # int32, of a pooled gradient's elements, are read as wide
-            wide |= source.winners | 4 * (source.stride // max(1, g_bytes))
+        if source.argmax:  # int32, of a pooled gradient's elements, are read as wide
+            wide |= source.argmax | 4 * (source.stride // max(1, g_bytes))
         weights = source.weights and source.weights - first_position * self._real_bytes
         return (
             source.values, scalars, indices, wide % WIDEST == 0, source.rows - 4 * first_position,
-            weights, source.winners, source.first - first_position,
+            weights, source.argmax, source.first - first_position,
         )  # fmt: skip
 
     def check(self, call: LaunchContext) -> None:

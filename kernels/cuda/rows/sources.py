@@ -141,6 +141,6 @@ def form_of(tables: Sequence[RowTable]) -> SourceForm:
     """The form that serves all tables of a step."""
     if not any(table.source.rows for table in tables):
         return OWN
-    if any(table.source.winners for table in tables):
+    if any(table.source.argmax for table in tables):
         return CHOSEN
     return WEIGHTED if any(table.source.weights for table in tables) else SHARED
