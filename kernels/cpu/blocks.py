@@ -96,6 +96,7 @@ def identity(kind: str, function: Any, kernel: Kernel, *storages: Storage) -> st
     if rule.keeping is not None:
         functions = rule.keeping.load, rule.keeping.store, rule.keeping.bits
         parts += f" kept {rule.keeping.name} {' '.join(map(_named, functions))}"
+    # In other blocks neither is compiled, or it is ``function`` itself.
     for other in (rule.measure, rule.factor) if rule.is_row_wise else ():
         measured += f" {_named(other)}"
     return (

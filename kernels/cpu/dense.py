@@ -142,6 +142,7 @@ class DenseStep:
         if len(table.addresses) > len(self.gradients):
             return False
         self.table, self._cut_for, words = table, (0, 0), self._call.words
+        # In place: the loop keeps the address of these words.
         words[_N_TENSORS] = len(table.addresses)
         words[_ADDRESSES] = address_of(table.addresses)
         words[_FIRST] = address_of(table.first)
@@ -175,6 +176,7 @@ def _chunk(total: int, threads: int) -> int:
     if threads == 1:
         return max(1, total)
     share = -(-total // threads)
+    # Several parts for each thread, so that one that is late has less to finish alone.
     longest = min(_LONG_CHUNK, max(CHUNK, share // _PARTS_PER_THREAD))
     return -(-min(longest, share) // _ALIGN) * _ALIGN
 
@@ -190,6 +192,7 @@ class ReduceCall(NamedTuple):
 
 @part(ReduceCall)
 def _reduce_part(index, slot, c):
+    # Parts have a fixed size and lie in one tensor: its size alone decides the order of a sum.
     d = _call_at(c.dense, 1)[0]
     first, first_part = int64s(d.first, d.n_tensors + 1), int64s(c.first_part, d.n_tensors)
     t = last_at_most(first_part, d.n_tensors, index)

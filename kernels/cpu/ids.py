@@ -75,6 +75,7 @@ def _mixed(x):
 
 @njit(inline="always")
 def _home(x, slots):
+    # In place of ``x * slots >> 64``, which needs 128 bits; the order of hashes stays.
     return np.int64(((x >> np.uint64(32)) * np.uint64(slots)) >> np.uint64(32))
 
 
@@ -106,6 +107,7 @@ def _empty_slot(places, i):
 def _insert(c, i, end, x, place, moment):
     """Put an entry into a slot; those up to the empty one move."""
     hashes, places, moments = _slots(c)
+    # From the end: what is moved has left its slot before another entry comes there.
     while end > i:
         hashes[end], places[end] = hashes[end - 1], places[end - 1]
         moments[end] = moments[end - 1]
@@ -140,10 +142,12 @@ def search(index, slot, c):
     begin, n = index * PART, 0
     end = min(begin + PART, c.n)
     for k in range(begin, end):
+        # A search misses the caches once or twice: its lines are fetched so many ids before.
         if k + _AHEAD < end:
             _fetch(c, hashes, places, k + _AHEAD)
         x = _mixed(ids[k])
         i = _find(hashes, places, c.slots, x)
+        # An empty slot keeps the hash of an entry that has left, so its place is asked first.
         rows[k] = places[i] if places[i] != 0 and hashes[i] == x else 0
         n += rows[k] <= 0
     int64s(c.n_missing, index + 1)[index] = n
@@ -179,11 +183,13 @@ def _is_admitted(c, x, before, times):
     # A count ends at the largest number: from then on each step has draws of its own.
     above = np.int64(c.step) << 32 if before == _MOST else np.int64(0)
     m, n, refused = np.int64(first), np.int64(1), 1.0 - c.chance / _WORDS
+    # The draw of an occurrence follows from the seed, the id and its number alone.
     while m + n <= last + 1:
         if np.int64(_mixed(key ^ np.uint64(above + m)) >> np.uint64(32)) < (1.0 - refused) * _WORDS:
             return True
         m += n
         if m >= first + _EACH_DRAWN:
+            # From here on one draw stands for 2, 4, ... occurrences, with their joint chance.
             n, refused = 2 * n, refused * refused  # products alone are the same everywhere
     return False
 
@@ -208,6 +214,7 @@ def admit(index, slot, c):
             _use(c, rows[k], times)
             continue
         end = i if is_known else _empty_slot(places, i)
+        # No slot is empty, or too few. Nothing of this id has changed yet.
         if end < i or (not is_known and entries[0] >= c.most_entries):
             out[1], out[2] = k, 1
             return
@@ -258,6 +265,7 @@ def find_admitted(index, slot, c):
 def _give_back(c, rows, n):
     """Put rows, which ascend, among the free ones, which descend."""
     free, n_free = carray(as_pointer(c.free), c.capacity, np.int32), int64s(c.n_free, 1)
+    # Merged from the back, into the room for more: nothing is overwritten before it is read.
     i, k = n_free[0] - 1, 0
     n_free[0] += n
     while k < n:
@@ -281,6 +289,7 @@ def remove(index, slot, c):
             continue
         row = places[i]
         int64s(c.n_removed, 2)[np.int64(row > 0)] += 1
+        # No mark stays where an entry was: those behind move up, but none before its home.
         while places[i + 1] != 0 and _home(hashes[i + 1], c.slots) <= i:
             hashes[i], places[i] = hashes[i + 1], places[i + 1]
             moments[i] = moments[i + 1]

@@ -90,6 +90,7 @@ _query_at = records(_Query)
 
 def _lies_as_expected(array: np.ndarray) -> bool:
     """Whether every field that is read here lies at the place where this module expects it."""
+    # In this order below: where a pointer leads is read only if the fields before it are right.
     one = (array,)
     header, flags = _Header.from_address(id(array)), array.flags
     return (
@@ -107,6 +108,7 @@ def _lies_as_expected(array: np.ndarray) -> bool:
 
 
 def _test_arrays() -> list[np.ndarray]:
+    # Each differs from the others in a field that is read: offset, order, stride, dtype or a flag.
     base = np.arange(24, dtype=np.float32)
     read_only = base.astype(np.float64)
     read_only.flags.writeable = False
@@ -279,6 +281,7 @@ def _read_expected(query, things, addresses):
             return 0
         if layout.kind != PLAIN:
             n_bytes *= length
+        # An empty array may have no memory.
         if data == 0 and n_bytes > 0:
             return 0
         if k >= n:
@@ -355,6 +358,7 @@ _N_FLOATS, _N_KINDS, _kinds_address = len(STORAGES), len(_DTYPES), address_of(_K
 @njit
 def _itemsize(kinds, is_index, dtype):
     """The size of a floating dtype, or of a dtype of indices; 0 for any other."""
+    # By identity: a dtype that is equal, but another object, is left to the slower checks.
     table = int64s(kinds, 2 * _N_KINDS)
     for k in range(_N_FLOATS if is_index else 0, _N_KINDS if is_index else _N_FLOATS):
         if table[2 * k] == dtype:
@@ -388,6 +392,7 @@ def _read_alike_arrays(arrays, n_written, has_rows, array_type, kinds, addresses
         n_bytes, index_bytes = size if k == 0 else n_bytes, size if is_index else index_bytes
         for j in range(k):
             other = n_bytes if j < n_alike else index_bytes
+            # Quadratic, but a call has a handful of arrays.
             if out[j] < out[k] + size and out[k] < out[j] + other:
                 return 0
     return 1

@@ -91,11 +91,13 @@ def _tile_block(kernel: Kernel, line_storage: Storage, row: Any) -> Callable[...
             for left in range(0, width, _PIECE):
                 place, n = i * stride + left, min(_PIECE, width - left)
                 here = g_address + place * g_bytes
+                # It may pass the end of the gradient: a prefetch of no memory does nothing.
                 for ahead in range(here + _AHEAD, here + _AHEAD + n * g_bytes, LINE):
                     prefetch_line(ahead)
                 arrays = read_arrays(addresses, offset + place, n, 1)
                 g = carray(as_pointer(here), n, g_type)
                 sum_of_rows += row(arrays, g, i, row_values, column_values[left : left + n], hp)
+        # 0: a pass without a total.
         if total != 0:
             carray(as_pointer(total), 1, np.float64)[0] += sum_of_rows
 

@@ -149,6 +149,7 @@ def sum_terms(index, slot, c):
         column = (matrix * tensor.tiles_down + down) * tensor.width + across * tensor.tile_width
         column_sums = c.sums + (tensor.column_sums + column) * 8
         row_sums = c.sums + (tensor.row_sums + row) * 8
+        # The block adds to its sums, in memory as it was allocated.
         carray(as_pointer(column_sums), width, np.float64)[:] = 0.0
         carray(as_pointer(row_sums), height, np.float64)[:] = 0.0
         _call_on_tile(c, c.terms, t, tensor, tile, row_sums, column_sums, 0)
@@ -160,6 +161,7 @@ def _add_tiles(address, n_tiles, n):
     sums = carray(as_pointer(address), (n_tiles, n), np.float64)
     for k in range(1, n_tiles):
         for i in range(n):
+            # In order, whatever thread did which tile: the bits do not depend on their number.
             sums[0, i] += sums[k, i]
 
 
@@ -172,6 +174,7 @@ def _new_states(c, tensor):
 
 @njit
 def _copy(target, source, n_bytes):
+    # States are float32 or float64: words of 4 bytes divide both.
     words = carray(as_pointer(target), n_bytes // 4, np.int32)
     words[:] = carray(as_pointer(source), n_bytes // 4, np.int32)
 

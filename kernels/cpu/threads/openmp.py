@@ -107,6 +107,7 @@ def record_loop(clock: int, was_late: int) -> None:
             system may suspend it in the middle of the next loop. So the threads are left alone for
             some loops then, for more each time.
     """
+    # 32 bits of the word were written, signed: Linux numbers the clocks of threads below 0.
     _team.clock = ctypes.c_int32(clock).value or _NOBODY
     if was_late:
         _team.patience = min(2 * _team.patience + _FIRST_PATIENCE, _MOST_PATIENCE)

@@ -88,11 +88,13 @@ def _run_parts(function, n, call, slot, threads, claimed):
     done = 0
     for k in range(threads):
         owner = (slot + k) % threads
+        # The same product and division as for the begin of the next span: no part is left out.
         end = (owner + 1) * n // threads
         while True:
             # Each span has its counter on a cache line of its own, so threads that work on
             # different spans do not compete for a line.
             index = owner * n // threads + atomic_add(claimed + owner * LINE, 1)
+            # The counter goes on past the end: whoever comes later finds nothing left either.
             if index >= end:
                 break
             call_address(function, index, slot, call)
@@ -200,6 +202,7 @@ def _join(region):
     r = _regions_at(region, 1)[0]
     slot = number_from(r.thread_number)
     atomic_add(region + _BEGUN, 1)
+    # The caller's own thread is awake anyway: the clock of the second tells whether the others are.
     if slot == 1:
         store_clock(region + _CLOCK)
     if slot < r.threads:
@@ -400,6 +403,7 @@ def compile_loops() -> None:
 def start_threads() -> None:
     """Start the threading layer, as the first parallel step would."""
     if get_num_threads() > 1:
+        # A loop without parts for two threads only wakes them.
         run_all((Loop(0, 0, 0, 2),))
 
 

@@ -131,6 +131,7 @@ def total_kernel(parts, n, totals, guard):
         # would pass for clipped ones.
         factor = limit / max(norm, limit) if norm < np.inf else np.nan
         store_float64(totals + AT.squares, squares)
+        # In both types: each loop reads the factor as a scalar of its own arithmetic.
         store_float64(totals + AT.factor, factor)
         store_float32(totals + AT.factor_32, factor)
         backend.store_int64(totals + AT.gate, 0 if factor == 1.0 or is_closed(guard) else NOTHING)

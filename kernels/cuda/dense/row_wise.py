@@ -100,7 +100,8 @@ def row_updater(kernel: Kernel, gradient: Callable[[int], Any], threads: int) ->
         # Threads without a row take part with a width of 0: the sum over lanes has barriers.
         reduce(position, width, is_aligned, first, arrays, source, hp, sums)
         shared = cuda.shared.array((n_shared, threads), float64)
-        cuda.syncthreads()  # all have read the factors of the rows before
+        # All have read the factors of the rows before, which lie in the same shared memory.
+        cuda.syncthreads()
         for k in range(n_shared):
             shared[k, position.thread] = sums[k]
         add_lanes(shared, position.thread, position.lane, position.lanes, 1, n_values)
@@ -156,6 +157,7 @@ def row_wise_kernel(kernel: Kernel) -> Any:
         of = find(table, n_tensors, block)
         lanes = np.int64(1) << of.log_lanes
         position = Lane(thread, thread & (lanes - 1), lanes)
+        # A shift: the lanes of a row are a power of 2, and a division takes tens of instructions.
         row = ((block - of.first_block) * THREADS + thread) >> of.log_lanes
         width = of.width if row < of.rows else np.int64(0)
         update(position, row, width, of.is_aligned, of.arrays, (of.values,), of.hp)

@@ -49,6 +49,7 @@ def totals_kernel(kernel: Kernel, record: Any, constants: Constants) -> Any:
             return
         t, thread = np.int64(cuda.blockIdx.x), cuda.threadIdx.x
         row, end = row_at(table, t), n_blocks
+        # The parts of a tensor end where those of the next one begin.
         if t + 1 < n_tensors:
             end = row_at(table, t + 1).first_block
         shared = cuda.shared.array((n_values, THREADS), float64)
@@ -77,6 +78,7 @@ def states_kernel(kernel: Kernel, record: Any) -> Any:
     @cuda.jit
     def loop(table, n_tensors, new, guard):
         t = cuda.grid(1)
+        # The last block has threads without a tensor.
         if t < n_tensors and not is_closed(guard):
             store_states(0, row_at(table, t).arrays[1:], (), (), read(new + t * n_new * 8))
 

@@ -81,6 +81,7 @@ def _tile_mover(count, itemsize, move):
 
 
 def _load_vector(builder, pointer, places, itemsize):
+    # Aligned as a whole: without that the compiler would split it. `are_aligned` answers for it.
     vector = builder.load(pointer, align=len(places) * itemsize)
     for value, place in zip(_unpacked(builder, vector, itemsize, len(places)), places, strict=True):
         builder.store(value, place)
@@ -142,6 +143,7 @@ def storer(kind):
             if isinstance(source, types.BaseTuple):
                 parts = [builder.extract_value(args[1], k) for k in range(source.count)]
             for k, part in enumerate(parts):
+                # A tuple of equal types has a ``dtype``; a number is its own.
                 part = context.cast(builder, part, getattr(source, "dtype", source), kind)
                 field = builder.add(args[0], ir.Constant(_I64, k * _bytes(kind)))
                 builder.store(part, _at(context, builder, field, kind), align=_bytes(kind))

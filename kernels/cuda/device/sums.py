@@ -78,6 +78,7 @@ def strided_sum(place, k, end, step, stride):
     total, i = 0.0, np.uint64(k)
     while i < np.uint64(end):
         total += load_float64(place + np.int64(i) * stride)
+        # Neighbouring threads read neighbouring parts, so that loads are coalesced.
         i += np.uint64(step)
     return total
 
