@@ -151,10 +151,12 @@ def feed_code(digest: Any, code: types.CodeType) -> None:
 
 def reached(function: types.FunctionType) -> list[Any]:
     """The values that ``function`` can reach by the names in its code; None for no global."""
+    # In the order of the code, which a set would not keep: the digest depends on it.
     names = list(dict.fromkeys(_names(function.__code__)))
     values = [function.__globals__.get(name) for name in names]
     values += [cell.cell_contents for cell in function.__closure__ or ()]
     values += function.__defaults__ or ()
+    # NumPy is no part of the text: its version is in the key.
     modules = [v for v in values if isinstance(v, types.ModuleType) and v is not np]
     for module in modules:  # grows by the modules that are attributes of modules
         members = [getattr(module, name, None) for name in names]
@@ -254,6 +256,7 @@ class _Folder(NamedTuple):
             return sorted(
                 entry.name
                 for entry in found
+                # Other files, which a user may have put there, are none of ours.
                 if entry.name.endswith(_SUFFIX) and entry.is_file(follow_symlinks=False)
             )
 
@@ -332,6 +335,7 @@ def _read(folder: _Folder, name: str, key: str) -> bytes | None:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode) or _distrust(status):
             return None
+        # Closed below, once, whatever the reading raises.
         with open(handle, "rb", closefd=False) as file:
             content = file.read()
     except OSError:

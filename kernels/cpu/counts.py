@@ -16,6 +16,7 @@ from .threads.parallel import Arguments, Loop
 
 
 def _compare_counts(counts, n):
+    # All are read, without an early end, so that the loop is vectorised.
     every, n_others = int64s(counts, n), 0
     for i in range(every.size):
         n_others += every[i] != every[0]

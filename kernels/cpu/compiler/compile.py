@@ -58,6 +58,7 @@ def engine_works() -> bool:
         code = (
             Code.from_bytes(kept) if kept else machine.made("sum", _SUM, PythonEntry(returns=True))
         )
+        # A call, not only the load: an engine that works has run something.
         if Loaded(code).entry()(20, 22) != 42:
             raise RuntimeError("it computes something else")
     except MemoryError:
