@@ -131,6 +131,7 @@ def _written(arguments: str, lines: Sequence[str], names: Mapping[str, Any]) -> 
 
 
 def _tuple(expressions: Iterable[str]) -> str:
+    # A comma behind each: of one expression this is a tuple too.
     return f"({''.join(f'{expression}, ' for expression in expressions)})"
 
 
@@ -216,10 +217,12 @@ def element_of(
     calls = [f"new = update({', '.join(('x', 'd', *states, *factors, 'hp'))})"]
     direct: list[str] = []
     if keeping is not None and keeping.bits is not None:
+        # The weight alone is rounded at random; its states are stored as ever.
         direct = [f"w[i] = round(real({new.pop(0)}), bits(i, hp))"]
         names["bits"] = compiler.part(keeping.bits)
         names["round"] = compiler.conversion(kernel.w.at_random)
     elif keeping is not None:
+        # What lies beside a weight follows from the weight as it will be read: stored, then loaded.
         calls.append(f"kept = keep({new[0]}, real(load(store0(stored0({new[0]})))))")
         names["keep"] = compiler.part(keeping.store)
         new += [f"kept[{k}]" for k in range(len(beside))]
@@ -308,6 +311,7 @@ def placed(kernel: Kernel, compiler: Compiler) -> Any:
     low, high, *key = (f"hp[{kernel.column[name]}]" for name in keeping.hp)
     words = [f"whole(word({low}, {high}) + whole(first))", f"word({', '.join(key)})"]
     names: dict[str, Any] = {"whole": np.uint32, "word": compiler.part(_word)}
+    # Behind all other fields, whose places stay as they are compiled elsewhere.
     names["cls"] = namedtuple("hp", (*fields, "rounding_begin", "rounding_key"))
     return compiler.inlined(
         _written("hp, first", (f"return cls({', '.join((*scalars, *words))})",), names)

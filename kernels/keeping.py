@@ -114,8 +114,10 @@ def _listed(x: Any, n: int) -> list[int]:
 
 def _words(seed: Any, key: Any, step: Any, begin: Any) -> tuple[Any, Any, Any, Any]:
     """The halves of two words of 32 bits, of numbers or of arrays of uint64."""
+    # Mixed in between: else a seed and a key that change in the same bits would cancel.
     x = mixed(mixed(mixed(seed) ^ key) ^ step)
     first = (x + begin) & 0xFFFFFFFF
+    # Halves, since a float32 holds integers of 24 bits at most exactly.
     return first & 0xFFFF, first >> 16, (x >> 32) & 0xFFFF, x >> 48
 
 
@@ -129,6 +131,7 @@ def mixed(x: Any) -> Any:
 
 def unmixed(x: Any) -> Any:
     """The uint64 of which `mixed` makes these: an array, or one in compiled code."""
+    # The factors are the inverses of those of `mixed` modulo 2**64; a shift is undone by shifts.
     # A constant below 2**63 would be signed in compiled code.
     x = ((x ^ (x >> 31) ^ (x >> 62)) * np.uint64(0x319642B2D24D8EC3)) & _ALL
     x = ((x ^ (x >> 27) ^ (x >> 54)) * 0x96DE1B173F119089) & _ALL

@@ -105,6 +105,7 @@ def _run_chunk(index, slot, c):
     t = last_at_most(first, c.n_tensors, flat)
     while flat < end:
         n = min(end, first[t + 1]) - flat
+        # Tensors without elements may lie between.
         if n > 0:
             _run_rows(c, t, flat - first[t], flat - first[t] + n)
             flat += n

@@ -72,6 +72,7 @@ def distance(
     """The factor of ``epsilon``, then the numbers after the step."""
     d_numerator = beta3 * d_numerator + gained
     estimate = d_coef * d_numerator / length
+    # While the distance is still its first value it may grow at once, later by `growth_rate` alone.
     before = estimate if d == d0 and estimate > d else d
     d_max = estimate if estimate > d_max else d_max
     grown = before * growth_rate

@@ -92,6 +92,7 @@ def by_chunks(make: Callable[[int], Any], length: int, threads: int, chunk: int)
         end = min(np.uint64(size), begin + np.uint64(chunk))
         whole = begin
         if is_aligned:
+            # Chunks begin at multiples of a tile: only a tensor ends in single elements.
             whole = end - end % np.uint64(length)
             i = begin + thread * np.uint64(length)
             while i < whole:

@@ -64,6 +64,7 @@ def _feed(digest: Any, value: Any, numbers: dict[int, tuple[int, Any]]) -> None:
         digest.update(f"{type(value).__name__} {value!r}\n".encode())
         return
     if id(value) in numbers:
+        # By its number: a closure may reach itself.
         digest.update(f"again {numbers[id(value)][0]}\n".encode())
         return
     numbers[id(value)] = len(numbers), value  # which keeps it alive, and its number its own

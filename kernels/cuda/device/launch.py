@@ -16,6 +16,7 @@ def on_elements(loop: Any, n: int, stream: Any) -> Any:
 def tile_grid(width: int, length: int, threads: int) -> tuple[int, int, int]:
     """Threads of a block along tiles (a power of 2) and along rows, and the groups of tiles."""
     n_tiles = max(1, -(-width // length))
+    # A power of 2: sums over lanes halve them.
     across = min(threads, 1 << (n_tiles - 1).bit_length())
     return across, threads // across, -(-n_tiles // across)
 
