@@ -23,13 +23,7 @@ from ..ops.runtime.errors import reject
 from .base.arguments import Checked, Fixed, clip_limit, gradients_of, next_step
 from .base.groups import FUSED_KEYS
 from .base.numbers import FLOATS, check_place, item, on_device
-from .base.own_rules import (
-    check_compiled,
-    check_rule,
-    check_scalar_names,
-    checked_formula,
-    is_own,
-)
+from .base.own_rules import check_compiled, check_rule, check_scalars, checked_formula, is_own
 from .base.parameter import Parameter
 from .base.stateful import States
 from .engine.batch import by_storage
@@ -151,7 +145,7 @@ class FusedOptimizer(RoundedOptimizer, TableOptimizer, ABC):
         self.sparse_update = sparse_update
         check_rule(self._name, rule, states, self.sparse_update)
         if self.clipvalue is not None:
-            check_scalar_names(self._name, rule, CLIP)
+            check_scalars(self._name, rule, CLIP)
         self.rounding = rounding
         self._rule, self._moved_to_host, self._may_differ = rule, False, False
         super().__init__(

@@ -26,7 +26,7 @@ from ..ops.runtime.errors import reject, reject_unknown
 from ..ops.runtime.step import squares_at
 from .base.arguments import Fixed, base_arguments, betas_and_eps, check_kind, non_negative_float
 from .base.optimizer import Optimizer
-from .base.own_rules import check_scalar_names
+from .base.own_rules import check_scalars
 from .base.parameter import Parameter
 from .engine.batch import Batch, KernelCall
 from .engine.conditioning import Conditioning
@@ -169,7 +169,7 @@ class LARS(Optimizer):
             got = type(optimizer).__name__
             reject(TypeError, self._name, "optimizer", "has a wrong type", "another optimizer", got)
         if isinstance(optimizer, FusedOptimizer):
-            check_scalar_names(self._name, optimizer._rule, COUPLED_DECAY, TRUST)
+            check_scalars(self._name, optimizer._rule, COUPLED_DECAY, TRUST)
             for name in ("clipvalue", "clipnorm"):
                 if getattr(optimizer, name) is not None:
                     wrong, expected = f"has {name}", "one that does not clip"
