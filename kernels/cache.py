@@ -151,10 +151,12 @@ def feed_code(digest: Any, code: types.CodeType) -> None:
 
 def reached(function: types.FunctionType) -> list[Any]:
     """The values that ``function`` can reach by the names in its code; None for no global."""
+    # In the order of the code, which a set would not keep: the digest depends on it.
     names = list(dict.fromkeys(_names(function.__code__)))
     values = [function.__globals__.get(name) for name in names]
     values += [cell.cell_contents for cell in function.__closure__ or ()]
     values += function.__defaults__ or ()
+    # NumPy is no part of the text: its version is in the key.
     modules = [v for v in values if isinstance(v, types.ModuleType) and v is not np]
     for module in modules:  # grows by the modules that are attributes of modules
         members = [getattr(module, name, None) for name in names]
@@ -225,10 +227,10 @@ def processor() -> dict[str, str]:
 
 def _host_features() -> str:
     """The features of this CPU that Numba compiles for; it can be told to do without AVX."""
-    found = llvm.get_host_cpu_features()
+    features = llvm.get_host_cpu_features()
     if not numba.config.ENABLE_AVX:
-        found.update({name: False for name in found if name.startswith("avx")})
-    return str(found.flatten())
+        features.update({name: False for name in features if name.startswith("avx")})
+    return str(features.flatten())
 
 
 def _path(key: str) -> Path | None:
@@ -242,7 +244,7 @@ class _Folder(NamedTuple):
 
     So it stays the one that was checked when somebody who may write to a folder above it
     exchanges what its path leads to. Before the check such a person can choose among folders
-    that pass it, which only this user has written; those above are therefore not looked at.
+    that pass it, which only this user has written; those above are therefore not checked.
     """
 
     path: Path
@@ -254,6 +256,7 @@ class _Folder(NamedTuple):
             return sorted(
                 entry.name
                 for entry in found
+                # Other files, which a user may have put there, are none of ours.
                 if entry.name.endswith(_SUFFIX) and entry.is_file(follow_symlinks=False)
             )
 
@@ -332,6 +335,7 @@ def _read(folder: _Folder, name: str, key: str) -> bytes | None:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode) or _distrust(status):
             return None
+        # Closed below, once, whatever the reading raises.
         with open(handle, "rb", closefd=False) as file:
             content = file.read()
     except OSError:

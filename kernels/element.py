@@ -131,6 +131,7 @@ def _written(arguments: str, lines: Sequence[str], names: Mapping[str, Any]) -> 
 
 
 def _tuple(expressions: Iterable[str]) -> str:
+    # A comma behind each: of one expression this is a tuple too.
     return f"({''.join(f'{expression}, ' for expression in expressions)})"
 
 
@@ -178,8 +179,8 @@ def _loaded(
         storage = kernel.storages[place]
         number = _number_type(kernel, storage) if counts else numba_type(kernel.real)
         names |= {f"number{place}": number, f"load{place}": compiler.conversion(storage.to_real)}
-        at = 0 if kernel.per[place] == "tensor" else "i"
-        values.append(f"number{place}(load{place}(arrays[{place}][{at}]))")
+        element = 0 if kernel.per[place] == "tensor" else "i"
+        values.append(f"number{place}(load{place}(arrays[{place}][{element}]))")
     return values, names
 
 
@@ -209,17 +210,19 @@ def element_of(
     and is not read.
     """
     lines, names = _transformed(kernel, compiler, zero_gradient=zero_gradient)
-    given, loads = _loaded(kernel, compiler, kernel.rule.element_states)
+    states, loads = _loaded(kernel, compiler, kernel.rule.element_states)
     beside, keeping = kernel.rule.beside, kernel.rule.keeping
     n = len(kernel.stored) - len(beside)
     new = [f"new[{k}]" for k in range(n)] if n > 1 else ["new"]
-    calls = [f"new = update({', '.join(('x', 'd', *given, *factors, 'hp'))})"]
+    calls = [f"new = update({', '.join(('x', 'd', *states, *factors, 'hp'))})"]
     direct: list[str] = []
     if keeping is not None and keeping.bits is not None:
+        # The weight alone is rounded at random; its states are stored as ever.
         direct = [f"w[i] = round(real({new.pop(0)}), bits(i, hp))"]
         names["bits"] = compiler.part(keeping.bits)
         names["round"] = compiler.conversion(kernel.w.at_random)
     elif keeping is not None:
+        # What lies beside a weight follows from the weight as it will be read: stored, then loaded.
         calls.append(f"kept = keep({new[0]}, real(load(store0(stored0({new[0]})))))")
         names["keep"] = compiler.part(keeping.store)
         new += [f"kept[{k}]" for k in range(len(beside))]
@@ -237,8 +240,8 @@ def values_of(kernel: Kernel, compiler: Compiler, *, zero_gradient: bool = False
     """``values(arrays, g, i, hp)``: load, transform and measure one element."""
     assert kernel.rule.measure is not None
     lines, names = _transformed(kernel, compiler, zero_gradient=zero_gradient)
-    given, loads = _loaded(kernel, compiler, kernel.rule.element_states)
-    result = f"return measure({', '.join(('x', 'd', *given, 'hp'))})"
+    states, loads = _loaded(kernel, compiler, kernel.rule.element_states)
+    result = f"return measure({', '.join(('x', 'd', *states, 'hp'))})"
     names |= {"measure": compiler.rule(kernel.rule.measure), **loads}
     return compiler.element(_written("arrays, g, i, hp", ("w = arrays[0]", *lines, result), names))
 
@@ -308,6 +311,7 @@ def placed(kernel: Kernel, compiler: Compiler) -> Any:
     low, high, *key = (f"hp[{kernel.column[name]}]" for name in keeping.hp)
     words = [f"whole(word({low}, {high}) + whole(first))", f"word({', '.join(key)})"]
     names: dict[str, Any] = {"whole": np.uint32, "word": compiler.part(_word)}
+    # Behind all other fields, whose places stay as they are compiled elsewhere.
     names["cls"] = namedtuple("hp", (*fields, "rounding_begin", "rounding_key"))
     return compiler.inlined(
         _written("hp, first", (f"return cls({', '.join((*scalars, *words))})",), names)

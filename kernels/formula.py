@@ -57,13 +57,13 @@ def running_powers(real: Any, bases: Numbers, step: int) -> Numbers:
     The rounding shows: at the third update of Adam ``1 - beta2**t`` is about 0.003, and the error
     of a float32 product in it is a hundred times that of the power.
     """
-    known = _powers.get((real, bases, step - 1))
-    if known is None:
+    last = _powers.get((real, bases, step - 1))
+    if last is None:
         rounded = tuple(map(ROUNDING[real], bases))
         powers = tuple([float(_product(real(base), step)) for base in rounded])
     else:
         # In the order of all updates that were: the rounding of each shows in the next.
-        powers, rounded = known
+        powers, rounded = last
         powers = tuple(array(TYPECODES[real], map(mul, powers, rounded)))
     # All at once: what is gone is computed anew, multiplication by multiplication, to the same
     # bits.

@@ -30,7 +30,7 @@ class Idle(NamedTuple):
     Attributes:
         update: ``update(w, g, *states, hp)``, a function of a rule for many steps; ``g`` is 0, and
             with a root a drift that is added. Its scalars are ``weight``, a factor ``state0``, ...
-            of each state, ``way0``, ..., ``pull``, and for a root ``epsilon`` and ``node0``, ...
+            of each state, ``path0``, ..., ``pull``, and for a root ``epsilon`` and ``node0``, ...
         step: ``step(hp, decay)``: an `IdleStep` from the scalars of the rule in a step and the
             weight decay that is added to the gradient.
         moving: the place of the state along which the weight moves; None: it does not move.
@@ -47,13 +47,13 @@ class Idle(NamedTuple):
     coupled: bool = False
 
     @property
-    def n_ways(self) -> int:
-        """The number of scalars ``way0``, ..."""
+    def n_paths(self) -> int:
+        """The number of scalars ``path0``, ..."""
         return 1 if self.root is None else NODES
 
     def fields(self, n_states: int) -> tuple[str, ...]:
         """The scalars of ``update``, of a rule with so many states."""
         states = [f"state{k}" for k in range(n_states)]
-        fields = ["weight", *states, *(f"way{k}" for k in range(self.n_ways)), "pull"]
+        fields = ["weight", *states, *(f"path{k}" for k in range(self.n_paths)), "pull"]
         root_names = ("epsilon", *(f"node{k}" for k in range(NODES)))
         return (*fields, *(("zero", "one") if self.root is None else root_names))

@@ -9,7 +9,7 @@ it is next read or written. An idle step of Adam is
 so that after ``k`` of them the drift is a sum over ``j = 1 .. k`` of ``size_j * beta1**j * m``
 divided by ``sqrt(v) * beta2**(j/2) + epsilon``. As a function of ``j`` the divisor's reciprocal is
 smooth. It is interpolated between `NODES` moments ``x``, so the drift is the sum over these alone
-of ``way*m / (sqrt(v)*exp(-x) + epsilon)``: the ways depend on the steps, not on the element. How
+of ``path*m / (sqrt(v)*exp(-x) + epsilon)``: the paths depend on the steps, not on the element. How
 far that is off follows from the betas; where it is more than `TOLERANCE` of the drift, steps are
 taken one by one, until the first moment has faded.
 """
@@ -26,7 +26,7 @@ from .idle import NODES, IdleStep
 from .rule import Rule, hp_type
 
 SLEEP = 2_048
-"""The most steps that a row sleeps. Every row is looked at once in so many steps."""
+"""The most steps that a row sleeps. Every row is checked once in so many steps."""
 TOLERANCE, _MISLED = 1e-7, 5e-7
 _SECOND = 1  # the place of the second moment that decays
 _SLOWEST = -math.log(1e-9)  # what is left of a first moment whose steps no longer count
@@ -45,14 +45,14 @@ class Nodes(NamedTuple):
 
     x: np.ndarray  # [NODES]
     shares: np.ndarray  # [NODES, steps]: those of the steps before, while epsilon stays
-    at: np.ndarray  # moments, and the relative errors there
+    moments: np.ndarray  # and the relative errors there
     errors: np.ndarray
     steady: np.ndarray  # [steps]: the errors where `shares` are
     suffice: bool  # whether the drift is right while epsilon stays
 
     def error(self, moments: np.ndarray) -> np.ndarray:
         """The relative error at some moments."""
-        errors: np.ndarray = np.interp(moments, self.at, self.errors)
+        errors: np.ndarray = np.interp(moments, self.moments, self.errors)
         return errors
 
 
@@ -67,8 +67,8 @@ def nodes_of(fades1: float, fades2: float) -> Nodes:
 
     def wrong(moments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         exact = 1.0 / (root * np.exp(-moments) + 1.0)
-        between = (1.0 / (root * np.exp(-x) + 1.0)) @ _shares(x, moments)
-        return np.abs(exact - between), exact
+        interpolated = (1.0 / (root * np.exp(-x) + 1.0)) @ _shares(x, moments)
+        return np.abs(exact - interpolated), exact
 
     j = np.arange(1.0, 2.0 + min(SLEEP, _SLOWEST / fades1))
     weights = np.exp(-fades1 * j)
@@ -86,13 +86,13 @@ def nodes_of(fades1: float, fades2: float) -> Nodes:
 
 
 def _shares(x: np.ndarray, moments: np.ndarray) -> np.ndarray:
-    """The share ``[NODES, len(at)]`` that each node has of a value in between (Lagrange's form)."""
+    """The share ``[NODES, moments]`` that each node has of a value in between (Lagrange's form)."""
     nodes, shares = x.tolist(), np.empty((len(x), len(moments)))
     from_each = [moments - node for node in nodes]
-    for k, node in enumerate(nodes):
+    for k, moment in enumerate(nodes):
         others = nodes[:k] + nodes[k + 1 :]
         first, *rest = from_each[:k] + from_each[k + 1 :]
-        np.divide(first, math.prod(node - other for other in others), out=shares[k])
+        np.divide(first, math.prod(moment - other for other in others), out=shares[k])
         for other in rest:
             shares[k] *= other
     return shares
@@ -126,7 +126,7 @@ class IdleTable:
         if idle.root is None:
             self.many[:, -1] = 1.0
         # The first fields of ``many``, a row each.
-        self.n_sums = 1 + n_states + idle.n_ways + 1
+        self.n_sums = 1 + n_states + idle.n_paths + 1
         self._sums = np.zeros((self.n_sums, SLEEP))
         self.steps = np.zeros((SLEEP, 5))
         # Sums over the missed steps, each with what is left of the first moment: sizes, and errors.
@@ -172,67 +172,65 @@ class IdleTable:
         self.many[:, : self.n_sums] = self._sums.T
         self.is_whole = True
 
-    def _take(self, step: int, idle_step: IdleStep) -> None:
+    def _take(self, step: int, missed: IdleStep) -> None:
         """One step: rows that took the one before are the first to miss it."""
         idle, sums, begin = self.idle, self._sums, (step - 1) % SLEEP
         n_states, moving = self.n_states, idle.moving
-        weight, ways, pull = sums[0], sums[1 + n_states : -1], sums[-1]
-        lefts = {idle_step.weight, *idle_step.states}
-        is_still = idle.root is None and moving is None and lefts <= {1.0}
+        weight, paths, pull = sums[0], sums[1 + n_states : -1], sums[-1]
+        is_still = idle.root is None and moving is None and {missed.weight, *missed.states} <= {1.0}
         self.changes = self.changes or not is_still
         sums[:, begin] = 0.0
         sums[: 1 + n_states, begin] = 1.0
         if idle.coupled and moving is not None:
-            fade, state = idle_step.states[moving], sums[1 + moving]
+            fade, state = missed.states[moving], sums[1 + moving]
             before = weight.copy(), state.copy(), pull.copy()
-            weight[:] = idle_step.weight * before[0] - idle_step.size * fade * before[2]
-            state[:] = fade * before[1] - idle_step.pull * ways[0]
-            pull[:] = fade * before[2] + idle_step.pull * before[0]
-            ways[0] = idle_step.weight * ways[0] + idle_step.size * fade * before[1]
+            weight[:] = missed.weight * before[0] - missed.size * fade * before[2]
+            state[:] = fade * before[1] - missed.pull * paths[0]
+            pull[:] = fade * before[2] + missed.pull * before[0]
+            paths[0] = missed.weight * paths[0] + missed.size * fade * before[1]
             return
-        for k, left in enumerate(idle_step.states):
+        for k, left in enumerate(missed.states):
             if left != 1.0:
                 sums[1 + k] *= left
-        if idle_step.weight != 1.0:
-            weight *= idle_step.weight
-            ways *= idle_step.weight
+        if missed.weight != 1.0:
+            weight *= missed.weight
+            paths *= missed.weight
         if idle.root is not None:
-            self._add_ways(step, idle_step)
+            self._add_paths(step, missed)
         elif moving is not None:
-            ways[0] += idle_step.size * (1.0 if idle.by_sign else sums[1 + moving])
+            paths[0] += missed.size * (1.0 if idle.by_sign else sums[1 + moving])
 
-    def _add_ways(self, step: int, idle_step: IdleStep) -> None:
+    def _add_paths(self, step: int, missed: IdleStep) -> None:
         """The drift of one step, shared among the nodes."""
         idle, sums, begin = self.idle, self._sums, (step - 1) % SLEEP
         assert idle.moving is not None
         assert idle.root is not None
-        left = idle_step.states[idle.moving], math.sqrt(idle_step.states[_SECOND])
+        left = missed.states[idle.moving], math.sqrt(missed.states[_SECOND])
         fades = _fading(left[0]), _fading(left[1])
         # The largest second moment, of AMSGrad, does not fade.
         passed, root_left = (fades[1], left[1]) if idle.root == _SECOND else (0.0, 1.0)
         if fades != self._fades:
             self._fades, self._nodes, self.closed_from = fades, nodes_of(*fades), step - 1
             self._changed = step
-        if (idle_step.epsilon > 0.0) != (self.steps[(step - 1) % SLEEP, -1] > 0.0):
+        if (missed.epsilon > 0.0) != (self.steps[(step - 1) % SLEEP, -1] > 0.0):
             self.closed_from = step - 1  # the one is no part of the other
-        log_epsilon = math.log(idle_step.epsilon) if idle_step.epsilon > 0.0 else 0.0
+        log_epsilon = math.log(missed.epsilon) if missed.epsilon > 0.0 else 0.0
         if log_epsilon != self._log_epsilon:
             self._changed = step
-        factors = idle_step.weight, left[0], root_left
-        self.steps[step % SLEEP] = *factors, idle_step.size, idle_step.epsilon
+        self.steps[step % SLEEP] = missed.weight, left[0], root_left, missed.size, missed.epsilon
         self._x += passed + log_epsilon - self._log_epsilon
         self._x[begin], self._first_epsilon[begin] = passed, log_epsilon
         self._wrong[begin] = self._moved[begin] = 0.0
         self._log_epsilon = log_epsilon
-        self.many[begin, len(sums) :] = idle_step.epsilon, *np.exp(-self._nodes.x)
+        self.many[begin, len(sums) :] = missed.epsilon, *np.exp(-self._nodes.x)
         if not self._nodes.suffice:
             self.closed_from = step
         # The first moment of rows that slept longer has faded.
-        move = sums[1 + idle.moving] * idle_step.size
+        move = sums[1 + idle.moving] * missed.size
         counts = np.abs(move) >= LEAST * self._moved * np.sqrt(sums[1 + idle.root])
-        n, end = min(step - self._first, SLEEP - 1), step % SLEEP
-        ordered = counts[end - n : end] if n <= end else np.roll(counts, -end)[-n:]
-        recent = n - int(ordered.argmax())
+        span, end = min(step - self._first, SLEEP - 1), step % SLEEP
+        ordered = counts[end - span : end] if span <= end else np.roll(counts, -end)[-span:]
+        recent = span - int(ordered.argmax())
         oldest = (step - recent) % SLEEP
         parts = [slice(oldest, min(oldest + recent, SLEEP)), slice(max(0, oldest + recent - SLEEP))]
         end, is_steady = step - recent, passed > 0.0 and step - recent >= self._changed - 1

@@ -109,11 +109,11 @@ def random_scalars(seed: Any, keys: Any, steps: Any, begins: Any) -> np.ndarray:
     update, and the place of its first element in the whole tensor, of which others have the rest.
     The bits of an element follow from these and its place, modulo 2**32.
     """
-    given, n = (seed, keys, steps, begins), len(keys)
+    values, n = (seed, keys, steps, begins), len(keys)
     if n <= _FEW:
-        rows = [_words(*own) for own in zip(*(_listed(x, n) for x in given), strict=True)]
+        rows = [_words(*scalars) for scalars in zip(*(_listed(x, n) for x in values), strict=True)]
         return np.array(rows, np.float32)
-    words = _words(*(np.atleast_1d(x).astype(np.uint64) for x in given))
+    words = _words(*(np.atleast_1d(x).astype(np.uint64) for x in values))
     return np.stack([word.astype(np.float32) for word in words], -1)
 
 
@@ -124,14 +124,16 @@ _FEW = 8
 
 def _listed(x: Any, n: int) -> list[int]:
     """The integers of one argument: ``n``."""
-    found = np.ravel(x).tolist() if isinstance(x, np.ndarray | list) else [x]
-    return [*map(int, found * n if len(found) == 1 else found)]
+    numbers = np.ravel(x).tolist() if isinstance(x, np.ndarray | list) else [x]
+    return [*map(int, numbers * n if len(numbers) == 1 else numbers)]
 
 
 def _words(seed: Any, key: Any, step: Any, begin: Any) -> tuple[Any, Any, Any, Any]:
     """The halves of two words of 32 bits, of numbers or of arrays of uint64."""
+    # Mixed in between: else a seed and a key that change in the same bits would cancel.
     x = mixed(mixed(mixed(seed) ^ key) ^ step)
     first = (x + begin) & 0xFFFFFFFF
+    # Halves, since a float32 holds integers of 24 bits at most exactly.
     return first & 0xFFFF, first >> 16, (x >> 32) & 0xFFFF, x >> 48
 
 
@@ -145,6 +147,7 @@ def mixed(x: Any) -> Any:
 
 def unmixed(x: Any) -> Any:
     """The uint64 of which `mixed` makes these: an array, or one in compiled code."""
+    # The factors are the inverses of those of `mixed` modulo 2**64; a shift is undone by shifts.
     # A constant below 2**63 would be signed in compiled code.
     x = ((x ^ (x >> 31) ^ (x >> 62)) * np.uint64(0x319642B2D24D8EC3)) & _ALL
     x = ((x ^ (x >> 27) ^ (x >> 54)) * 0x96DE1B173F119089) & _ALL

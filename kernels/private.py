@@ -108,8 +108,8 @@ def look_up(place: str) -> Any:
     """The object at the place of a `Name`, or None."""
     module, _, path = place.partition(":")
     try:
-        found = import_module(module)
-        return attrgetter(path)(found) if path else found
+        imported = import_module(module)
+        return attrgetter(path)(imported) if path else imported
     except (ImportError, AttributeError):
         return None
 
@@ -117,10 +117,10 @@ def look_up(place: str) -> Any:
 def find(name: str) -> Any:
     """The object of one of `NAMES`; None, and one warning in a process, where it is missing."""
     if name not in _found:
-        found = look_up(NAMES[name].place)
-        if found is None:
+        value = look_up(NAMES[name].place)
+        if value is None:
             lose(name)
-        _found[name] = found
+        _found[name] = value
     return _found[name]
 
 
@@ -140,15 +140,15 @@ def lose(name: str) -> None:
 
 
 def _needed() -> list[Any]:
-    found = {place.replace(":", "."): look_up(place) for place in NEEDED}
-    missing = ", ".join(name for name, value in found.items() if value is None)
+    objects = {place.replace(":", "."): look_up(place) for place in NEEDED}
+    missing = ", ".join(name for name, value in objects.items() if value is None)
     if missing:
         tried = [f"{name} {TRIED[name][0]} to {TRIED[name][-1]}" for name in ("Numba", "llvmlite")]
         raise ImportError(
             f"fusestep: {missing} is missing: expected {' and '.join(tried)}, which were tried, "
             f"got {numba.__version__} and {llvmlite.__version__}"
         )
-    return [*found.values()]
+    return [*objects.values()]
 
 
 (populate_array,) = _needed()
@@ -156,8 +156,8 @@ def _needed() -> list[Any]:
 
 def compiler_locks() -> list[Any]:
     """Locks of Numba and llvmlite that a thread may hold while another one forks."""
-    found = map(find, ("compiler lock", "layer lock", "llvm lock"))
-    return [lock for lock in found if lock is not None]
+    locks = map(find, ("compiler lock", "layer lock", "llvm lock"))
+    return [lock for lock in locks if lock is not None]
 
 
 def cubin_of(loop: Any) -> tuple[str, bytes] | None:
@@ -341,7 +341,7 @@ def watched(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that PyTorch's compiler does not look into."""
+    """A function that PyTorch's compiler does not trace."""
     # What is documented loads the compiler at once, not when the function is first called.
     disable = find("outside of graphs") or import_module("torch.compiler").disable
     return disable(function)  # type: ignore[no-any-return]

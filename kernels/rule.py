@@ -266,23 +266,23 @@ def _kept(rule: Rule, keeping: Keeping) -> Rule:
     return replace(rule, states=states, keeping=keeping, plain=rule)
 
 
-def factors(rule: Rule, sums: np.ndarray, known: Sequence[Mapping[str, float]]) -> np.ndarray:
+def factors(rule: Rule, sums: np.ndarray, named: Sequence[Mapping[str, float]]) -> np.ndarray:
     """float64 ``[T, n]``: the results of `Rule.factor` from the sums of T tensors.
 
-    ``sums`` are ``[T, n_measured]``; ``known`` has, for each tensor, the values that `Rule.takes`
+    ``sums`` are ``[T, n_measured]``; ``named`` has, for each tensor, the values that `Rule.takes`
     names.
     """
     assert rule.factor is not None
-    given = sums.tolist()
+    arguments = sums.tolist()
     if rule.takes:
-        given = [
-            [*own, *map(names.__getitem__, rule.takes)]
-            for own, names in zip(given, known, strict=True)
+        arguments = [
+            [*values, *map(names.__getitem__, rule.takes)]
+            for values, names in zip(arguments, named, strict=True)
         ]
-    found = np.array([*starmap(rule.factor, given)], np.float64).reshape(len(given), -1)
+    results = np.array([*starmap(rule.factor, arguments)], np.float64).reshape(len(arguments), -1)
     # The sign of a NaN depends on how often Python has run the function.
-    found[np.isnan(found)] = np.nan
-    return found
+    results[np.isnan(results)] = np.nan
+    return results
 
 
 @dataclass(frozen=True, eq=False)

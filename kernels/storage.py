@@ -124,13 +124,14 @@ def _f32_to_bf16(x):
 @njit
 def _bf16_at_random(x, bits):
     word = np.float32(x).view(np.uint32)
+    # As many random bits as are cut off: they carry with the probability of what is cut off.
     carried = np.uint32(word + np.uint32(bits >> np.uint32(16)))
     # What a carry would make infinite is rounded to the nearest. The last finite number is odd, so
     # that is a carry of half a unit, which leaves an infinity as it is.
     nearest, end = np.uint32(word + np.uint32(0x8000)), np.uint32(0x7F800000)
-    found = nearest if np.uint32(carried & end) == end else carried
+    moved = nearest if np.uint32(carried & end) == end else carried
     quiet = np.uint32(word | np.uint32(0x400000))
-    return np.uint16(np.uint32(quiet if x != x else found) >> np.uint32(16))
+    return np.uint16(np.uint32(quiet if x != x else moved) >> np.uint32(16))
 
 
 @njit
@@ -142,10 +143,12 @@ def _f16_at_random(x, bits):
     least, none = np.float32(2.0**-14), np.float32(0.0)
     moved = least if size < least else none
     carried = np.float32(size + moved).view(np.uint32)
+    # Float16 has 13 bits less than float32: so many random bits are added, and the mask cuts them.
     carried = np.uint32(carried + np.uint32(bits >> np.uint32(19)))
-    found = np.uint32(carried & np.uint32(0xFFFFE000)).view(np.float32) - moved
-    signed = np.uint32(np.float32(found).view(np.uint32) | sign).view(np.float32)
-    return f32_to_f16(signed if found <= np.float32(65504.0) else np.float32(x))
+    rounded = np.uint32(carried & np.uint32(0xFFFFE000)).view(np.float32) - moved
+    signed = np.uint32(np.float32(rounded).view(np.uint32) | sign).view(np.float32)
+    # Beyond the largest finite number, and of a NaN, the nearest is taken.
+    return f32_to_f16(signed if rounded <= np.float32(65504.0) else np.float32(x))
 
 
 @njit

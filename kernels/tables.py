@@ -9,7 +9,7 @@ Terms used by the loops over rows:
   behind the position;
 * *segment*: the sorted keys of one row;
 * *hot*: a row, or its segment, of more than `HOT` occurrences;
-* *range*: a stretch of consecutive positions of one table. Hot rows are summed range by range.
+* *range*: a span of consecutive positions of one table. Hot rows are summed range by range.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Source(NamedTuple):
 
 
 class RowSource(NamedTuple):
-    """The source of a row-sparse gradient, in the form of all loops: addresses and numbers."""
+    """The source of a row-sparse gradient, as all loops read it: addresses and numbers."""
 
     # The `Source` of its rows. If occurrences share them there are the number of each one's row,
     # int32 [B] (0: every occurrence has a row of its own), the bytes from one row to the next, and
@@ -111,7 +111,7 @@ class RowSource(NamedTuple):
     # occurrences in the whole batch (0: this is all of the batch), and the length of the batch.
     positions: int = 0
     whole_length: int = 0
-    # For maxima: int32 in the form of the values, the occurrence that each element came from.
+    # For maxima: int32 in the layout of the values, the occurrence that each element came from.
     winners: int = 0  # 0: no maxima
     n_gradients: int = 0  # the number of gradient rows, if occurrences may share them
 

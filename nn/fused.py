@@ -22,8 +22,8 @@ from ..ops.runtime.device import DeviceArray
 from ..ops.runtime.errors import reject
 from .base.arguments import Checked, Fixed, clip_limit, gradients_of, next_step
 from .base.groups import FUSED_KEYS
-from .base.numbers import FLOATS, check_place, number_of, on_device
-from .base.own_rules import check_apart, check_compiled, check_rule, checked_formula, is_own
+from .base.numbers import FLOATS, check_place, item, on_device
+from .base.own_rules import check_compiled, check_rule, check_scalars, checked_formula, is_own
 from .base.parameter import Parameter
 from .base.stateful import States
 from .engine.batch import by_storage
@@ -145,7 +145,7 @@ class FusedOptimizer(TableOptimizer, ABC):
         self.sparse_update = sparse_update
         check_rule(self._name, rule, states, self.sparse_update)
         if self.clipvalue is not None:
-            check_apart(self._name, rule, CLIP)
+            check_scalars(self._name, rule, CLIP)
         self.rounding = rounding
         self._rule, self._moved_to_host, self._may_differ = rule, False, False
         super().__init__(
@@ -269,7 +269,7 @@ class FusedOptimizer(TableOptimizer, ABC):
     ) -> tuple[bool, ...]:
         """Take the step that `_plan` gives, agreed with other processes if there are any."""
         if self.use_locking and not is_alone:
-            with self._stepper.turn():
+            with self._stepper.exclusive():
                 return self._step_with(gradients, conditioning, is_alone=True)
         if self.together is None:
             plan = self._plan(gradients, conditioning)
@@ -338,7 +338,7 @@ class FusedOptimizer(TableOptimizer, ABC):
             )
             for role, of_each in self._states.items()
         }
-        self._check_apart(arrays, states)
+        self._check_no_alias(arrays, states)
         for parameter, array in zip(self.parameters, arrays, strict=True):
             if array is not parameter.array:
                 parameter.follow(array)
@@ -352,7 +352,7 @@ class FusedOptimizer(TableOptimizer, ABC):
 
     def _has_overflown(self) -> bool:
         """Whether `found_inf` is not 0; the host waits for it."""
-        return self._found_inf is not None and number_of(self._found_inf) != 0.0
+        return self._found_inf is not None and item(self._found_inf) != 0.0
 
     def _all_finite(self, given: Gradients) -> bool:
         """Whether all gradients are finite; on a device the host waits for the answer."""
@@ -404,7 +404,7 @@ class FusedOptimizer(TableOptimizer, ABC):
             reject(ValueError, self._name, "target", "is impossible", expected, target)
         # Locks are taken in the order of a step on a device, that of the optimizer first: otherwise
         # two threads could wait for each other.
-        with self._stepper.turn(), pending.held():
+        with self._stepper.exclusive(), pending.held():
             pending.settle()
             to_host = target == "CPU"
             moved = {
@@ -435,7 +435,7 @@ class FusedOptimizer(TableOptimizer, ABC):
         Raises:
             ValueError: some share memory. Nothing has changed then.
         """
-        self._check_apart(parameters, states)
+        self._check_no_alias(parameters, states)
         for parameter, array in zip(self.parameters, parameters, strict=True):
             parameter.rebind(array)
         self._states, self._global_step = states, global_step

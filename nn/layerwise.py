@@ -26,7 +26,7 @@ from ..ops.runtime.errors import reject, reject_unknown
 from ..ops.runtime.step import squares_at
 from .base.arguments import Fixed, base_arguments, betas_and_eps, check_kind, non_negative_float
 from .base.optimizer import Optimizer
-from .base.own_rules import check_apart
+from .base.own_rules import check_scalars
 from .base.parameter import Parameter
 from .engine.batch import Batch, KernelCall
 from .engine.conditioning import Conditioning
@@ -169,7 +169,7 @@ class LARS(Optimizer):
             got = type(optimizer).__name__
             reject(TypeError, self._name, "optimizer", "has a wrong type", "another optimizer", got)
         if isinstance(optimizer, FusedOptimizer):
-            check_apart(self._name, optimizer._rule, COUPLED_DECAY, TRUST)
+            check_scalars(self._name, optimizer._rule, COUPLED_DECAY, TRUST)
             for name in ("clipvalue", "clipnorm"):
                 if getattr(optimizer, name) is not None:
                     wrong, expected = f"has {name}", "one that does not clip"
@@ -257,11 +257,11 @@ class LARS(Optimizer):
 
 def _takes_fused_steps(optimizer: Optimizer) -> bool:
     """Whether its step is that of this package, not one that a user's subclass has changed."""
-    own = type(optimizer)
+    kind = type(optimizer)
     return (
         isinstance(optimizer, FusedOptimizer)
-        and own.construct is FusedOptimizer.construct
-        and own.__call__ is FusedOptimizer.__call__
+        and kind.construct is FusedOptimizer.construct
+        and kind.__call__ is FusedOptimizer.__call__
     )
 
 
@@ -300,7 +300,7 @@ class LayerwiseConditioning(Conditioning):
         return decay * self._scale if self._acts[i] else 0.0
 
     def scalars(self, i: int, decay: float) -> tuple[float, ...]:  # noqa: ARG002
-        """The scalars of a parameter on which LARS does not act; `complete` has the others."""
+        """The scalars where LARS does not act; `fill_measured_scalars` has the others."""
         return self._of_parts(0.0, self._scale)
 
     @property
@@ -309,7 +309,7 @@ class LayerwiseConditioning(Conditioning):
         joins: np.ndarray = self._acts & super().joins
         return joins
 
-    def complete(self, call: KernelCall, column: dict[str, int]) -> None:
+    def fill_measured_scalars(self, call: KernelCall, column: dict[str, int]) -> None:
         """Fill in decay and factor of the parameters on which LARS acts."""
         batch, hp, decays = call.batch, call.update.hp, call.decays
         acts, table = self._acts[batch.positions], batch.variables.table
@@ -318,7 +318,7 @@ class LayerwiseConditioning(Conditioning):
         if batch.rule.keeping is MASTER:
             w_squares = squares(STORAGES[np.dtype(np.float32)], table.addresses[:, -1], sizes)
         elif batch.rule.keeping is KAHAN:
-            w_squares = np.array([_kahan_squares(*own) for own in batch.variables.tensors])
+            w_squares = np.array([_kahan_squares(*tensors) for tensors in batch.variables.tensors])
         else:
             w_squares = squares(batch.variables.w, table.addresses[:, 0], sizes)
         g_squares = squares(batch.g, call.gradients, sizes)

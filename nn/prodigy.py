@@ -178,6 +178,6 @@ class Prodigy(FusedOptimizer):
 
 
 def _below_1(where: str, name: str, value: Any) -> float:
-    found = non_negative_float(where, name, value)
-    check.in_range(where, name, found, found < 1.0, "in [0, 1)")
-    return found
+    number = non_negative_float(where, name, value)
+    check.in_range(where, name, number, number < 1.0, "in [0, 1)")
+    return number

@@ -47,7 +47,7 @@ from .engine.reader import GradientReader
 from .engine.table_rows import TableRows
 from .engine.tables import LAST, WEIGHTS, StatefulTable, TableArray
 
-_NO_TURN, _SECOND = nullcontext(), itemgetter(1)
+_NOT_EXCLUSIVE, _SECOND = nullcontext(), itemgetter(1)
 _OF_MISSED_STEPS = f"{LAST.name}.", f"{SCALARS}."  # names in states begin so
 
 
@@ -236,11 +236,11 @@ class TableOptimizer(StatefulOptimizer, TableRows):
         self.prepare_spans(i, ((address_of(rows), rows.itemsize, len(rows)),))
 
     def _between_steps(self) -> AbstractContextManager[Any]:
-        return self._turn() if self.use_locking else _NO_TURN
+        return self._exclusive() if self.use_locking else _NOT_EXCLUSIVE
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
-        with self._stepper.turn(), locks.turn():
+    def _exclusive(self) -> Iterator[None]:
+        with self._stepper.exclusive(), locks.exclusive():
             yield
 
     def _number_of(self, parameter: Any) -> int:

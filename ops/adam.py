@@ -26,18 +26,18 @@ class Corrected(NamedTuple):
     epsilon: float
 
     @classmethod
-    def read(cls, where: str, *given: Any) -> Corrected:
+    def read(cls, where: str, *scalars: Any) -> Corrected:
         """Check them, in this order."""
-        return cls(*map(check.scalar, repeat(where), cls._fields, given))
+        return cls(*map(check.scalar, repeat(where), cls._fields, scalars))
 
     def hp(self, where: str, variables: Named) -> Numbers:
         """The scalars of a rule for these variables."""
         power, real = self.beta2_power, ROUNDINGS[variables["m"].dtype]
         if power > 1.0:
             check.in_range(where, "beta2_power", power, False, "at most 1")
-        found = rules.adam_scalars(real, self.lr, 0.0, 0, self[3:], (*map(real, self[:2]),))
-        check.epsilon(where, "epsilon", self.epsilon, found[-1])
-        return found
+        scalars = rules.adam_scalars(real, self.lr, 0.0, 0, self[3:], (*map(real, self[:2]),))
+        check.epsilon(where, "epsilon", self.epsilon, scalars[-1])
+        return scalars
 
 
 class Adam(Primitive):

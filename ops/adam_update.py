@@ -34,32 +34,32 @@ class _AdamUpdate(RowPrimitive):
     def __init__(self, use_locking: bool, lazy: bool, compat: str, **scalars: Any) -> None:
         where = "adam_update"
         self._touched_only = check.flag(where, "lazy_update", lazy)
-        given = {name: check.scalar(where, name, value) for name, value in scalars.items()}
+        options = {name: check.scalar(where, name, value) for name, value in scalars.items()}
         for name in ("lr", "epsilon", "wd"):
-            check.in_range(where, name, given[name], given[name] >= 0.0, "at least 0")
-        check.epsilon(where, "epsilon", given["epsilon"], to_float32(given["epsilon"]))
+            check.in_range(where, name, options[name], options[name] >= 0.0, "at least 0")
+        check.epsilon(where, "epsilon", options["epsilon"], to_float32(options["epsilon"]))
         for name in ("beta1", "beta2"):
-            in_unit = 0.0 <= given[name] <= 1.0
-            check.in_range(where, name, given[name], in_unit, "between 0 and 1")
-        self._given, self._version = given, compat_version(where, compat)
+            in_unit = 0.0 <= options[name] <= 1.0
+            check.in_range(where, name, options[name], in_unit, "between 0 and 1")
+        self._options, self._version = options, compat_version(where, compat)
         super().__init__(check.flag(where, "use_locking", use_locking))
         self.name = where
 
     def __call__(self, weight: Any, grad: Any, mean: Any, var: Any, out: Any) -> Any:
         """Check everything, update, and return the array with the new weight."""
-        given = check.float_array_anywhere(self.name, "weight", weight)
-        if out is weight or (out is not None and _is_same_memory(given, out)):
+        array = check.float_array_anywhere(self.name, "weight", weight)
+        if out is weight or (out is not None and _is_same_memory(array, out)):
             self._step(check.variable(self.name, "weight", weight), grad, mean, var)
             return out
         named = {"mean": mean, "var": var, **({} if out is None else {"out": out})}
         written = {name: check.variable(self.name, name, x) for name, x in named.items()}
         if out is not None:
-            check.same_layout(self.name, {"weight": given, "out": written["out"]})
-        read = {"weight": given, **_arrays_of(grad)}
+            check.same_layout(self.name, {"weight": array, "out": written["out"]})
+        read = {"weight": array, **_arrays_of(grad)}
         device_of(self.name, {**read, **written})
         check.no_overlap(self.name, list(written), list(written.values()))
-        self._check_apart(written, read)
-        result = self._step_elsewhere(given, grad, **written)
+        self._check_no_alias(written, read)
+        result = self._step_elsewhere(array, grad, **written)
         return native(result) if out is None else out
 
     def _step(self, w: Any, grad: Any, mean: Any, var: Any) -> None:
@@ -72,18 +72,18 @@ class _AdamUpdate(RowPrimitive):
         rows = grad.values, grad.indices
         self._apply_rows(mxnet.MXNET_ADAM, variables, hp, name, *rows, prologue)
 
-    def _step_elsewhere(self, given: Any, grad: Any, mean: Any, var: Any, out: Any = None) -> Any:
+    def _step_elsewhere(self, array: Any, grad: Any, mean: Any, var: Any, out: Any = None) -> Any:
         """The step on a copy of the weight, which is ``out`` or new; on a device it is enqueued.
 
         Copy and step are written together, or neither.
         """
-        given = check.contiguous(given, self.name, "weight")
-        result = empty_like(given) if out is None else out
+        array = check.contiguous(array, self.name, "weight")
+        result = empty_like(array) if out is None else out
         variables = self._variables(weight=result, mean=mean, var=var)
         update, read = self._update(variables, grad)
-        copy = one_tensor(SCALED, (), (result, given), (1.0,))
-        arrays = [given, *variables.values(), *read]
-        if out is None and isinstance(given, DeviceArray):
+        copy = one_tensor(SCALED, (), (result, array), (1.0,))
+        arrays = [array, *variables.values(), *read]
+        if out is None and isinstance(array, DeviceArray):
             # A new array has the old weight if an index is found to be bad later.
             run_updates([copy], arrays)
             run_updates([update], arrays, self.use_locking)
@@ -106,11 +106,11 @@ class _AdamUpdate(RowPrimitive):
 
     def _prologue_and_hp(self, dtype: np.dtype[Any]) -> tuple[Prologue, Numbers]:
         """The gradient transforms before the rule, and the scalars of both."""
-        real, given = real_type(dtype), self._given
-        before = given["rescale_grad"], given["clip_gradient"], given["wd"]
+        real, options = real_type(dtype), self._options
+        before = options["rescale_grad"], options["clip_gradient"], options["wd"]
         prologue = mxnet.conditioning(self._version, *before, composed=False)
-        own = (given[name] for name in ("beta1", "beta2", "lr", "epsilon"))
-        hp = mxnet.adam_scalars(real, *own, composed=False)
+        named = (options[name] for name in ("beta1", "beta2", "lr", "epsilon"))
+        hp = mxnet.adam_scalars(real, *named, composed=False)
         return prologue, hp + mxnet.conditioning_scalars(real, prologue, *before, composed=False)
 
     def _check_shape(self, grad: RowTensor, w: Any) -> None:
@@ -118,7 +118,7 @@ class _AdamUpdate(RowPrimitive):
             wrong = "has a wrong dense_shape"
             reject(ValueError, self.name, "grad", wrong, w.shape, grad.dense_shape)
 
-    def _check_apart(self, written: Named, read: Named) -> None:
+    def _check_no_alias(self, written: Named, read: Named) -> None:
         for (name, array), (other, its_array) in product(written.items(), read.items()):
             if may_share_memory(array, its_array):
                 wrong = f"shares memory with {other}"

@@ -76,8 +76,8 @@ class ApplyAdamWithAmsgrad(Primitive):
         grad: Any,
     ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
         """Update the four variables in place and return them; see the class."""
-        own = self.beta1, self.beta2, self.epsilon
-        scalars = Corrected.read(self.name, beta1_power, beta2_power, lr, *own)
+        constants = self.beta1, self.beta2, self.epsilon
+        scalars = Corrected.read(self.name, beta1_power, beta2_power, lr, *constants)
         variables = self._variables(var=var, m=m, v=v, vhat=vhat)
         hp = scalars.hp(self.name, variables)
         self._apply_dense(rules.ADAM_AMSGRAD, variables, hp, "grad", grad)

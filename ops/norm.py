@@ -87,7 +87,7 @@ def clip_by_global_norm(
     Raises:
         TypeError: a kind or dtype does not fit.
         ValueError: ``clip_norm`` is not above 0, ``use_norm`` is below, or in place cannot be.
-        IndexError: an index of a `RowTensor` is out of range (looked for unless ``use_norm`` is
+        IndexError: an index of a `RowTensor` is out of range (checked unless ``use_norm`` is
             given: then nothing is summed).
 
     Source: ``mindspore.ops.clip_by_global_norm``; Pascanu et al. (2013), arXiv:1211.5063.
@@ -144,21 +144,21 @@ def _adopted_one(where: str, name: str, gradient: Any) -> Gradient:
     check.row_gradient(where, name, rows.indices, rows.values, rows.dense_shape)
     rows.check_positions(f"{where}: {name}")
     indices, values = (check.contiguous(a, where, name) for a in (rows.indices, rows.values))
-    found = with_values(rows, values, indices)
-    if found.positions is not None:
-        found.positions = check.contiguous(found.positions)
-    return found
+    result = with_values(rows, values, indices)
+    if result.positions is not None:
+        result.positions = check.contiguous(result.positions)
+    return result
 
 
 def _check_in_place(where: str, x: Sequence[Any], gradients: Sequence[Gradient | None]) -> None:
-    """Check that gradients can be written to: none was converted, and they lie apart."""
+    """Check that gradients can be written to: none was converted, and none aliases another."""
     values: dict[str, Any] = {}
-    for i, (given, adopted) in enumerate(zip(x, gradients, strict=True)):
-        if isinstance(adopted, RowTensor) and not isinstance(given, RowTensor):
+    for i, (original, adopted) in enumerate(zip(x, gradients, strict=True)):
+        if isinstance(adopted, RowTensor) and not isinstance(original, RowTensor):
             wrong, expected = "cannot be scaled in place", "an array or a RowTensor"
-            reject(ConversionError, where, f"x[{i}]", wrong, expected, type(given).__name__)
+            reject(ConversionError, where, f"x[{i}]", wrong, expected, type(original).__name__)
         if adopted is not None:
-            values[f"x[{i}]"] = check.variable(where, f"x[{i}]", values_of(given))
+            values[f"x[{i}]"] = check.variable(where, f"x[{i}]", values_of(original))
     check.no_overlap(where, [*values], [*values.values()])
     # Indices that lie among the values would be scaled with them, and name other rows from then on.
     spans = sorted((address_of(a), address_of(a) + a.nbytes) for a in values.values() if a.nbytes)
@@ -206,8 +206,8 @@ def _like(gradient: Gradient | None) -> Gradient | None:
     if not isinstance(gradient, RowTensor):
         return None if gradient is None else empty_like(gradient)
     indices, values = gradient.indices, empty_like(gradient.values)
-    own = indices if is_on_device(indices) else indices.copy()
-    return with_values(gradient, values, own)
+    copied = indices if is_on_device(indices) else indices.copy()
+    return with_values(gradient, values, copied)
 
 
 @quiet
@@ -216,17 +216,17 @@ def _scale(
 ) -> None:
     """Write the products to the results, those of a storage type in one kernel call."""
     in_place, updates = results is gradients, []
-    given, made = values_by_storage(gradients), values_by_storage(results)
+    sources, made = values_by_storage(gradients), values_by_storage(results)
     rule = SCALED_IN_PLACE if in_place else SCALED
-    arrays = [array for side in (made, given) for found in side.values() for array in found]
+    arrays = [array for side in (made, sources) for group in side.values() for array in group]
     if len(arrays) == 2:  # for one tensor a step is kept
         tensor_step(rule, (), tuple(arrays), [*map(address_of, arrays)], (factor,))
         return
-    for g, found in made.items():
-        variables, row_of = Variables.of([(array,) for array in found]), np.zeros(len(found), int)
+    for g, group in made.items():
+        variables, row_of = Variables.of([(array,) for array in group]), np.zeros(len(group), int)
         places = variables.table.addresses[:, 0]
         if not in_place:
-            places = np.array([*map(address_of, given[g])])
+            places = np.array([*map(address_of, sources[g])])
         hp = np.array([[factor]], variables.real.dtype)
         updates.append(DenseUpdate(rule, (), variables, places, g, hp, row_of))
     if updates:

@@ -68,7 +68,7 @@ class Primitive:
 
     def _variables(self, **values: Any) -> Named:
         arrays = tuple(values.values())
-        # One compiled look at all of them where nothing is wrong; whatever it does not know goes
+        # One compiled check of all of them where nothing is wrong; whatever it does not know goes
         # through the checks, which say what is wrong or find that nothing is.
         if alike(arrays, len(arrays)) is None:
             there = alike_on_device(arrays)
@@ -96,8 +96,8 @@ class Primitive:
         w = next(iter(variables.values()))
         if type(w) is DeviceArray:
             gradient = adopt_anywhere(self.name, name, gradient)
-        # One of the form of the parameter fits it, and lies on its device.
-        if not (type(gradient) is type(w) is DeviceArray and gradient.form is w.form):
+        # One of the layout of the parameter fits it, and lies on its device.
+        if not (type(gradient) is type(w) is DeviceArray and gradient.layout is w.layout):
             gradient = check.gradient(self.name, name, gradient, w.dtype, w.shape)
             if DeviceArray in (type(w), type(gradient)):
                 device_of(self.name, {**variables, name: gradient})

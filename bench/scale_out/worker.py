@@ -97,7 +97,7 @@ def measured(training: Training, seconds: float) -> dict[str, Any]:
     comm, whole, outside = training.comm, [], []
     warm = timeit.repeat(lambda: training.iteration(0), number=1, repeat=4)
     fitting = max(1, min(_MOST, int(seconds / min(warm))))
-    n = int(agree(comm, "bench", {}, told=(fitting, 0))[:, 0].min())
+    n = int(agree(comm, "bench", {}, numbers=(fitting, 0))[:, 0].min())
     comm.sent = comm.calls = 0
     for k in range(n):
         before, begin = comm.seconds, time.perf_counter()

@@ -14,7 +14,7 @@ the very same machine code, hence give equal bits.
 A rule that measures rows does so within its block: a row is read twice, the second time from the
 first cache. A rule that measures tensors has another block for its first stage, which only sums:
 
-    measure(arrays, row, rows, width, g, hp, sums)     seven int64
+    reduce(arrays, row, rows, width, g, hp, sums)     seven int64
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Blocks(NamedTuple):
     update: NativeFunction
     update_zero: NativeFunction  # for a gradient that is 0 everywhere and is not read
     update_real: NativeFunction  # for a gradient in the type of the arithmetic (summed rows)
-    measure: NativeFunction | None  # the first stage of a two-stage rule
-    measure_real: NativeFunction | None
+    reduce: NativeFunction | None  # the first stage of a two-stage rule
+    reduce_real: NativeFunction | None
 
 
 @cache
@@ -76,8 +76,8 @@ def blocks(kernel: Kernel) -> Blocks:
         block(kernel),
         block(summed, zero_gradient=True),
         block(summed),
-        _measure(kernel) if measures else None,
-        _measure(summed) if measures else None,
+        _reduce(kernel) if measures else None,
+        _reduce(summed) if measures else None,
     )
 
 
@@ -94,8 +94,9 @@ def identity(kind: str, function: Any, kernel: Kernel, *storages: Storage) -> st
     states = [(state.per, state.is_read) for state in rule.states]
     measured = f"{rule.n_measured} {rule.signed} {rule.scope} {rule.takes} {rule.factor_of}"
     if rule.keeping is not None:
-        own = rule.keeping.load, rule.keeping.store, rule.keeping.bits
-        parts += f" kept {rule.keeping.name} {' '.join(map(_named, own))}"
+        functions = rule.keeping.load, rule.keeping.store, rule.keeping.bits
+        parts += f" kept {rule.keeping.name} {' '.join(map(_named, functions))}"
+    # In other blocks neither is compiled, or it is ``function`` itself.
     for other in (rule.measure, rule.factor) if rule.is_row_wise else ():
         measured += f" {_named(other)}"
     return (
@@ -142,9 +143,9 @@ def _row_block(kernel: Kernel, *, zero_gradient: bool = False) -> NativeFunction
         for k in range(rows):
             arrays = read_arrays(addresses, row + k, 1, width)
             g = carray(as_pointer(g_address + k * width * g_bytes), width, g_type)
-            found = follow(add_up(arrays, g, scalars), load(arrays), width, scalars)
-            store(arrays, found)
-            hp = place(scale(scalars, found), (row + k) * width)
+            numbers = follow(add_up(arrays, g, scalars), load(arrays), width, scalars)
+            store(arrays, numbers)
+            hp = place(scale(scalars, numbers), (row + k) * width)
             for i in range(arrays[0].size):
                 element(arrays, g, i, hp)
 
@@ -171,16 +172,16 @@ def _summing(kernel: Kernel, *, zero_gradient: bool = False) -> Any:
 
 
 @cache
-def _measure(kernel: Kernel) -> NativeFunction:
+def _reduce(kernel: Kernel) -> NativeFunction:
     """The loop of a measuring block: float64 sums in the order of the machine code."""
     rule, n_values, g_type = kernel.rule.measure, kernel.rule.n_measured, kernel.g.carrier
     add_up, (read_hp, read_arrays) = _summing(kernel), readers(kernel)
 
-    def measure(addresses, row, rows, width, g_address, hp_address, sums_address):
+    def reduce(addresses, row, rows, width, g_address, hp_address, sums_address):
         g = carray(as_pointer(g_address), rows * width, g_type)
-        found = add_up(read_arrays(addresses, row, rows, width), g, read_hp(hp_address))
+        totals = add_up(read_arrays(addresses, row, rows, width), g, read_hp(hp_address))
         sums = carray(as_pointer(sums_address), n_values, np.float64)
         for k in range(n_values):
-            sums[k] = found[k]
+            sums[k] = totals[k]
 
-    return NativeFunction(measure, identity("measure", rule, kernel, kernel.w, kernel.g, *kernel.s))
+    return NativeFunction(reduce, identity("measure", rule, kernel, kernel.w, kernel.g, *kernel.s))

@@ -16,6 +16,7 @@ from .threads.parallel import Arguments, Loop
 
 
 def _compare_counts(counts, n):
+    # All are read, without an early end, so that the loop is vectorised.
     every, n_others = int64s(counts, n), 0
     for i in range(every.size):
         n_others += every[i] != every[0]
@@ -48,7 +49,7 @@ def _count_up(index, slot, c):
     else:
         positions = int64s(c.positions, c.n)
         for i in range(positions.size):
-            # The number of counts is not told; there are as many as this one needs.
+            # The number of counts is not passed; there are as many as this one needs.
             int64s(c.counts, positions[i] + 1)[positions[i]] += 1
     if c.total != 0:
         carray(as_pointer(c.total), 1, np.int32)[0] += 1

@@ -84,7 +84,7 @@ def _block_arguments(c, t, row, rows, width):
 
 @njit(inline="always")
 def _run_rows(c, t, begin, end):
-    """Call the block on the rows of a tensor that begin in a stretch of its elements."""
+    """Call the block on the rows of a tensor that begin in a span of its elements."""
     if c.widths == 0:
         call_address(c.block, *_block_arguments(c, t, begin, end - begin, 1))
         return
@@ -105,6 +105,7 @@ def _run_chunk(index, slot, c):
     t = last_at_most(first, c.n_tensors, flat)
     while flat < end:
         n = min(end, first[t + 1]) - flat
+        # Tensors without elements may lie between.
         if n > 0:
             _run_rows(c, t, flat - first[t], flat - first[t] + n)
             flat += n
@@ -142,6 +143,7 @@ class DenseStep:
         if len(table.addresses) > len(self.gradients):
             return False
         self.table, self._cut_for, words = table, (0, 0), self._call.words
+        # In place: the loop keeps the address of these words.
         words[_N_TENSORS] = len(table.addresses)
         words[_ADDRESSES] = address_of(table.addresses)
         words[_FIRST] = address_of(table.first)
@@ -175,12 +177,13 @@ def _chunk(total: int, threads: int) -> int:
     if threads == 1:
         return max(1, total)
     share = -(-total // threads)
+    # Several parts for each thread, so that one that is late has less to finish alone.
     longest = min(_LONG_CHUNK, max(CHUNK, share // _PARTS_PER_THREAD))
     return -(-min(longest, share) // _ALIGN) * _ALIGN
 
 
-class MeasureCall(NamedTuple):
-    """Arguments of the measuring loop, all ``int64``."""
+class ReduceCall(NamedTuple):
+    """Arguments of the reducing loop, all ``int64``."""
 
     dense: int  # address of the `DenseCall`; its chunks are the parts
     first_part: np.ndarray  # [T]: number of each tensor's first part
@@ -188,8 +191,9 @@ class MeasureCall(NamedTuple):
     sums_bytes: int  # of a row of them
 
 
-@part(MeasureCall)
-def _measure_part(index, slot, c):
+@part(ReduceCall)
+def _reduce_part(index, slot, c):
+    # Parts have a fixed size and lie in one tensor: its size alone decides the order of a sum.
     d = _call_at(c.dense, 1)[0]
     first, first_part = int64s(d.first, d.n_tensors + 1), int64s(c.first_part, d.n_tensors)
     t = last_at_most(first_part, d.n_tensors, index)
@@ -199,11 +203,11 @@ def _measure_part(index, slot, c):
     call_address(d.block, *arguments, c.sums + index * c.sums_bytes)
 
 
-def measure(
+def reduce_dense(
     kernel: Kernel, table: TensorTable, gradients: np.ndarray, hp: np.ndarray, hp_of: np.ndarray
 ) -> np.ndarray:
     """float64 ``[T, n_measured]`` sums that a rule measures; arguments as in `DenseStep`."""
-    block = blocks(kernel).measure
+    block = blocks(kernel).reduce
     assert block is not None
     # An empty tensor has a part too, with sums of 0: for a tensor without parts NumPy's reduceat
     # would return the first sum of the next tensor.
@@ -211,9 +215,9 @@ def measure(
     first_part = np.concatenate(([0], np.cumsum(parts)[:-1]))
     sums = np.empty((int(parts.sum()), kernel.rule.n_measured))
     dense = Arguments(DenseCall.of(block, kernel.g, table, gradients, hp, hp_of, PART))
-    call = Arguments(MeasureCall(dense.address, first_part, sums, sums.strides[0]))
+    call = Arguments(ReduceCall(dense.address, first_part, sums, sums.strides[0]))
     threads = get_num_threads() if table.total >= SERIAL_BELOW else 1
-    run(_measure_part, len(sums), call.address, threads)
+    run(_reduce_part, len(sums), call.address, threads)
     return np.add.reduceat(sums, first_part)
 
 
@@ -223,14 +227,14 @@ def finite_check(storage: Storage) -> NativeFunction:
     carrier = np.dtype(f"u{storage.itemsize}").type
     exponent = carrier(storage.exponent)
 
-    def check_finite(arrays, row, rows, width, g, found):
+    def check_finite(arrays, row, rows, width, g, flag):
         # All elements are counted: a loop that can end early is not vectorised. Threads that find a
         # NaN or an infinity write the same 1, so they need no atomic.
         values, count = carray(as_pointer(g), rows * width, carrier), 0
         for i in range(values.size):
             count += (values[i] & exponent) == exponent
         if count > 0:
-            carray(as_pointer(found), 1, np.int64)[0] = 1
+            carray(as_pointer(flag), 1, np.int64)[0] = 1
 
     return NativeFunction(check_finite, f"finite {storage.name}")
 
@@ -238,9 +242,9 @@ def finite_check(storage: Storage) -> NativeFunction:
 def all_finite(storage: Storage, addresses: np.ndarray, sizes: np.ndarray) -> bool:
     """Whether contiguous arrays hold no NaN and no infinity; addresses and sizes are int64."""
     table = TensorTable(addresses[:, None], np.concatenate(([0], np.cumsum(sizes))))
-    found, every = np.zeros((1, 1), np.int64), np.zeros_like(addresses)
-    loop = DenseCall.of(finite_check(storage), storage, table, addresses, found, every, CHUNK)
+    flag, every = np.zeros((1, 1), np.int64), np.zeros_like(addresses)
+    loop = DenseCall.of(finite_check(storage), storage, table, addresses, flag, every, CHUNK)
     call = Arguments(loop)
     threads = get_num_threads() if table.total >= SERIAL_BELOW else 1
     run(_run_chunk, -(-table.total // CHUNK), call.address, threads)
-    return not found.any()
+    return not flag.any()

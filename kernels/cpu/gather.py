@@ -30,7 +30,7 @@ class GatherCall(NamedTuple):
 
 @part(GatherCall)
 def gather_part(index, slot, c):
-    """Copy the rows of one stretch of the indices."""
+    """Copy the rows of one span of the indices."""
     indices, n_bytes = int64s(c.indices, c.n), c.row_bytes
     end = min((index + 1) * c.height, c.n)
     for b in range(index * c.height, end):

@@ -59,7 +59,7 @@ class IdCall(NamedTuple):
     n_missing: int = 0  # int64 [parts]: how many ids of each part have no row
     times: int = 0  # int64 [n]: how often each id occurs; 0: once
     step: int = 0
-    told: int = 0  # int64 [4]: refused, ids done, 1: a slot lacks, 2: too many ids wait, admissions
+    out: int = 0  # int64 [4]: refused, ids done, 1: a slot lacks, 2: too many ids wait, admissions
     handed: int = 0  # int32 [n]: the rows of the admissions
     now: int = 0  # the moment of the step
     seen: int = 0  # uint8 [n]: the moments of entries
@@ -75,6 +75,7 @@ def _mixed(x):
 
 @njit(inline="always")
 def _home(x, slots):
+    # In place of ``x * slots >> 64``, which needs 128 bits; the order of hashes stays.
     return np.int64(((x >> np.uint64(32)) * np.uint64(slots)) >> np.uint64(32))
 
 
@@ -106,6 +107,7 @@ def _empty_slot(places, i):
 def _insert(c, i, end, x, place, moment):
     """Put an entry into a slot; those up to the empty one move."""
     hashes, places, moments = _slots(c)
+    # From the end: what is moved has left its slot before another entry comes there.
     while end > i:
         hashes[end], places[end] = hashes[end - 1], places[end - 1]
         moments[end] = moments[end - 1]
@@ -134,16 +136,18 @@ def _use(c, row, times):
 
 @part(IdCall)
 def search(index, slot, c):
-    """The places of a stretch of ids: each id is read once."""
+    """The places of a span of ids: each id is read once."""
     hashes, places, _ = _slots(c)
     ids, rows = int64s(c.ids, c.n), carray(as_pointer(c.rows), c.n, np.int32)
     begin, n = index * PART, 0
     end = min(begin + PART, c.n)
     for k in range(begin, end):
+        # A search misses the caches once or twice: its lines are fetched so many ids before.
         if k + _AHEAD < end:
             _fetch(c, hashes, places, k + _AHEAD)
         x = _mixed(ids[k])
         i = _find(hashes, places, c.slots, x)
+        # An empty slot keeps the hash of an entry that has left, so its place is asked first.
         rows[k] = places[i] if places[i] != 0 and hashes[i] == x else 0
         n += rows[k] <= 0
     int64s(c.n_missing, index + 1)[index] = n
@@ -179,11 +183,13 @@ def _is_admitted(c, x, before, times):
     # A count ends at the largest number: from then on each step has draws of its own.
     above = np.int64(c.step) << 32 if before == _MOST else np.int64(0)
     m, n, refused = np.int64(first), np.int64(1), 1.0 - c.chance / _WORDS
+    # The draw of an occurrence follows from the seed, the id and its number alone.
     while m + n <= last + 1:
         if np.int64(_mixed(key ^ np.uint64(above + m)) >> np.uint64(32)) < (1.0 - refused) * _WORDS:
             return True
         m += n
         if m >= first + _EACH_DRAWN:
+            # From here on one draw stands for 2, 4, ... occurrences, with their joint chance.
             n, refused = 2 * n, refused * refused  # products alone are the same everywhere
     return False
 
@@ -196,9 +202,9 @@ def admit(index, slot, c):
     """
     hashes, places, moments = _slots(c)
     ids, rows = int64s(c.ids, c.n), carray(as_pointer(c.rows), c.n, np.int32)
-    told, handed = int64s(c.told, 4), carray(as_pointer(c.handed), c.n, np.int32)
+    out, handed = int64s(c.out, 4), carray(as_pointer(c.handed), c.n, np.int32)
     entries, next_row, n_free = int64s(c.entries, 1), int64s(c.next_row, 1), int64s(c.n_free, 1)
-    for k in range(told[1], c.n):
+    for k in range(out[1], c.n):
         x = _mixed(ids[k])
         i = _find(hashes, places, c.slots, x)
         is_known = places[i] != 0 and hashes[i] == x
@@ -208,8 +214,9 @@ def admit(index, slot, c):
             _use(c, rows[k], times)
             continue
         end = i if is_known else _empty_slot(places, i)
+        # No slot is empty, or too few. Nothing of this id has changed yet.
         if end < i or (not is_known and entries[0] >= c.most_entries):
-            told[1], told[2] = k, 1
+            out[1], out[2] = k, 1
             return
         if is_known:
             before = -np.int64(places[i])
@@ -223,7 +230,7 @@ def admit(index, slot, c):
                 i = _find(hashes, places, c.slots, _mixed(ids[j]))
                 if hashes[i] == _mixed(ids[j]):
                     moments[i] = c.now
-            told[1], told[2] = k, 2
+            out[1], out[2] = k, 2
             return
         else:
             _insert(c, i, end, x, place, c.now)
@@ -233,15 +240,15 @@ def admit(index, slot, c):
             int64s(c.row_ids, c.capacity)[row] = ids[k]
             carray(as_pointer(c.counts), c.capacity, np.int32)[row] = occurrences
             carray(as_pointer(c.last_uses), c.capacity, np.int32)[row] = c.step
-            handed[told[3]] = row
-            told[3] += 1
+            handed[out[3]] = row
+            out[3] += 1
         else:
-            told[0] += times
-    told[1] = c.n
+            out[0] += times
+    out[1] = c.n
 
 
 @part(IdCall)
-def look_again(index, slot, c):
+def find_admitted(index, slot, c):
     """The rows of ids that a later occurrence has admitted: on one thread."""
     hashes, places, _ = _slots(c)
     ids, rows = int64s(c.ids, c.n), carray(as_pointer(c.rows), c.n, np.int32)
@@ -251,13 +258,14 @@ def look_again(index, slot, c):
             i = _find(hashes, places, c.slots, x)
             if places[i] > 0 and hashes[i] == x:  # others wait, or were dropped
                 rows[k] = places[i]
-                int64s(c.told, 4)[0] -= _times(c, k)
+                int64s(c.out, 4)[0] -= _times(c, k)
 
 
 @njit
 def _give_back(c, rows, n):
     """Put rows, which ascend, among the free ones, which descend."""
     free, n_free = carray(as_pointer(c.free), c.capacity, np.int32), int64s(c.n_free, 1)
+    # Merged from the back, into the room for more: nothing is overwritten before it is read.
     i, k = n_free[0] - 1, 0
     n_free[0] += n
     while k < n:
@@ -281,6 +289,7 @@ def remove(index, slot, c):
             continue
         row = places[i]
         int64s(c.n_removed, 2)[np.int64(row > 0)] += 1
+        # No mark stays where an entry was: those behind move up, but none before its home.
         while places[i + 1] != 0 and _home(hashes[i + 1], c.slots) <= i:
             hashes[i], places[i] = hashes[i + 1], places[i + 1]
             moments[i] = moments[i + 1]
@@ -300,18 +309,18 @@ def remove(index, slot, c):
 def place(index, slot, c):
     """Put entries into empty slots: ``ids`` are hashes, ``rows`` places, 0 for none."""
     hashes, places, _ = _slots(c)
-    given, rows = int64s(c.ids, c.n), carray(as_pointer(c.rows), c.n, np.int32)
+    ids, rows = int64s(c.ids, c.n), carray(as_pointer(c.rows), c.n, np.int32)
     seen = carray(as_pointer(c.seen), c.n, np.uint8)
     for k in range(c.n):
         if k + _AHEAD < c.n:
-            i = _home(np.uint64(given[k + _AHEAD]), c.slots)
+            i = _home(np.uint64(ids[k + _AHEAD]), c.slots)
             prefetch_line(c.hashes + 8 * i)
             prefetch_line(c.places + 4 * i)
         if rows[k] != 0:
-            x = np.uint64(given[k])
+            x = np.uint64(ids[k])
             i = _find(hashes, places, c.slots, x)
             end = _empty_slot(places, i)
             if end < i:
-                int64s(c.told, 4)[2] = 1
+                int64s(c.out, 4)[2] = 1
                 return
             _insert(c, i, end, x, rows[k], seen[k])

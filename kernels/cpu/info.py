@@ -23,7 +23,7 @@ def facts() -> dict[str, str]:
     """Versions, threads and the state of the kernel cache."""
     from ... import __version__
 
-    found = {
+    versions = {
         "fusestep": __version__,
         "python": platform.python_version(),
         "numpy": np.__version__,
@@ -36,7 +36,7 @@ def facts() -> dict[str, str]:
         from .headers import arrays
         from .threads import layers, openmp, parallel
     except RuntimeError as error:  # the user has switched the compiler off
-        return {**found, "kernels": f"none: {error}"}
+        return {**versions, "kernels": f"none: {error}"}
 
     try:
         with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # said below
@@ -51,7 +51,7 @@ def facts() -> dict[str, str]:
         layer, count, shared = str(error).strip().splitlines()[0], "none", "none"
     built = machine.portable(parallel.LOOPS[0].identity) is not None
     return {
-        **found,
+        **versions,
         "threads": "; ignored: ".join((count, *layers.ignored_variables())),
         "threading layer": layer,
         "PyTorch": _pytorch(arrays.untried),
@@ -64,10 +64,10 @@ def facts() -> dict[str, str]:
 
 def _pytorch(untried: Callable[..., str]) -> str:
     try:
-        found = version("torch")  # which need not be imported
+        release = version("torch")  # which need not be imported
     except PackageNotFoundError:
         return "none"
-    return ": ".join(filter(None, (found, untried(PyTorch=found))))
+    return ": ".join(filter(None, (release, untried(PyTorch=release))))
 
 
 def _way(reason: str) -> str:

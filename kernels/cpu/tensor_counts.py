@@ -41,6 +41,7 @@ class TensorCountCall(NamedTuple):
 def _count_up_tensors(index, slot, c):
     places = int64s(c.counts, c.n)
     for i in range(places.size):
+        # Exact up to 2**24, where PyTorch's own counts stop too.
         carray(as_pointer(places[i]), 1, np.float32)[0] += np.float32(1)
 
 

@@ -43,11 +43,11 @@ _TRUST_PROLOGUES = tuple((*parts, TRUST) for parts in (*_PROLOGUES, (SCALE, COUP
 
 def all_rules() -> dict[str, Rule]:
     """Every rule of the package, by the name of its constant in lower case."""
-    found = {}
+    by_name = {}
     for module in pkgutil.walk_packages(rules.__path__, f"{rules.__name__}."):
         members = vars(importlib.import_module(module.name))
-        found.update({n.lower(): r for n, r in members.items() if isinstance(r, Rule)})
-    return found
+        by_name.update({n.lower(): r for n, r in members.items() if isinstance(r, Rule)})
+    return by_name
 
 
 def loops(storages: list[Storage]) -> Iterator[NativeFunction]:
@@ -83,10 +83,10 @@ def functions(
         rule, prologue, storage = compiled.rule, compiled.prologue, compiled.w
         yield from (block for block in (matrix_blocks if rule.lines else blocks)(compiled) if block)
         if rule.layerwise and not prologue:
-            norm = blocks(kernel(SCALED, (), storage, storage, ())).measure
+            norm = blocks(kernel(SCALED, (), storage, storage, ())).reduce
             yield from (norm,) if norm else ()
-            own = _TRUST_PROLOGUES if every_prologue else _TRUST_PROLOGUES[:1]
-            yield from (blocks(other).update for other in kernels([rule], own, [storage]))
+            trusted = _TRUST_PROLOGUES if every_prologue else _TRUST_PROLOGUES[:1]
+            yield from (blocks(other).update for other in kernels([rule], trusted, [storage]))
 
 
 def write_portable(folder: Path, part: slice = slice(None)) -> None:
@@ -99,8 +99,8 @@ def write_portable(folder: Path, part: slice = slice(None)) -> None:
     numba.config.LOOP_VECTORIZE = numba.config.SLP_VECTORIZE = 0  # for the builder's processor
     layers.start_layer()
     wanted = {f.identity: f for f in loops(list(STORAGES.values()))}
-    own = list(wanted.items())[part]
-    machine.write_portable(folder, ((name, *f.ir()) for name, f in own))
+    chosen = list(wanted.items())[part]
+    machine.write_portable(folder, ((name, *f.ir()) for name, f in chosen))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,8 +118,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Compile what is not in the cache yet."""
-    known = all_rules()
-    chosen = [known[name] for name in args.rule or known]
+    by_name = all_rules()
+    chosen = [by_name[name] for name in args.rule or by_name]
     storages = [_BY_NAME[name] for name in args.dtype]
     begin = time.perf_counter()
     with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # said below

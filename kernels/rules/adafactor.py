@@ -45,6 +45,7 @@ def averaged_mean(state: Any, mean: Any, hp: Any) -> Any:
 @rule_helper
 def held_up(v: Any, smallest: Any) -> Any:
     """A second moment that can be divided by; a NaN stays a NaN."""
+    # Not ``max``: the comparison with a NaN is false, so that it stays.
     return smallest if v < smallest else v
 
 

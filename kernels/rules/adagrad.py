@@ -42,6 +42,7 @@ def proximal_adagrad(w: Any, g: Any, accum: Any, hp: Any) -> Any:
     magnitude = abs(stepped) - size * hp.l1
     magnitude = hp.zero if magnitude < hp.zero else magnitude
     shrunk = math.copysign(magnitude, stepped) / (hp.one + size * hp.l2)
+    # At 0 the size is infinite, and a gradient of 0 times that a NaN.
     return (w if accum == hp.zero else shrunk), accum
 
 

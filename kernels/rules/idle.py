@@ -28,29 +28,29 @@ def gliding(w: Any, g: Any, m: Any, hp: Any) -> Any:
     faded = hp.state0 * m
     # The test keeps 0 * inf out of a momentum to which nothing is added.
     added = faded if hp.pull == hp.zero else faded + hp.pull * w
-    return hp.weight * w - product(hp.way0, m), added
+    return hp.weight * w - product(hp.path0, m), added
 
 
 def gliding_behind(w: Any, g: Any, s: Any, m: Any, hp: Any) -> Any:
     """Along a momentum that is the second state."""
-    return hp.weight * w - product(hp.way0, m), hp.state0 * s, hp.state1 * m
+    return hp.weight * w - product(hp.path0, m), hp.state0 * s, hp.state1 * m
 
 
 def marching(w: Any, g: Any, m: Any, hp: Any) -> Any:
     """Along the sign of a momentum."""
-    return hp.weight * w - product(hp.way0, sign(m, hp)), hp.state0 * m
+    return hp.weight * w - product(hp.path0, sign(m, hp)), hp.state0 * m
 
 
 @rule_helper
 def _drift(m: Any, v: Any, hp: Any) -> Any:
-    """The way along a first moment, by the root of a second one: that of each node, in order."""
+    """The path along a first moment, by the root of a second one: that of each node, in order."""
     root = math.sqrt(v)
-    way = hp.way0 / (product(root, hp.node0) + hp.epsilon)
-    way = way + hp.way1 / (product(root, hp.node1) + hp.epsilon)
-    way = way + hp.way2 / (product(root, hp.node2) + hp.epsilon)
-    way = way + hp.way3 / (product(root, hp.node3) + hp.epsilon)
-    way = way + hp.way4 / (product(root, hp.node4) + hp.epsilon)
-    return product(way, m)
+    path = hp.path0 / (product(root, hp.node0) + hp.epsilon)
+    path = path + hp.path1 / (product(root, hp.node1) + hp.epsilon)
+    path = path + hp.path2 / (product(root, hp.node2) + hp.epsilon)
+    path = path + hp.path3 / (product(root, hp.node3) + hp.epsilon)
+    path = path + hp.path4 / (product(root, hp.node4) + hp.epsilon)
+    return product(path, m)
 
 
 def drifting(w: Any, g: Any, m: Any, v: Any, hp: Any) -> Any:

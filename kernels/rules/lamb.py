@@ -75,6 +75,7 @@ def clipped_ratio(square_of_w: Any, square_of_u: Any, square_of_g: Any) -> Any:
     norm_w, norm_u = math.sqrt(square_of_w), math.sqrt(square_of_u)
     if not (norm_w > 0.0 and square_of_g > 0.0):
         return 1.0
+    # As a product: the norm of the direction may be 0.
     if norm_w > _MOST_RATIO * norm_u:
         return _MOST_RATIO
     return norm_w / norm_u

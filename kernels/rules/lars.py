@@ -36,8 +36,8 @@ def ratio(norm_w: Any, norm_g: Any, decay: Any, coefficient: Any, epsilon: Any) 
     denominator = norm_g + decay * norm_w + epsilon
     if denominator == 0.0:
         return 1.0
-    found = coefficient * norm_w / denominator
-    return _LARGEST if found > _LARGEST else found
+    factor = coefficient * norm_w / denominator
+    return _LARGEST if factor > _LARGEST else factor
 
 
 def clipped(ratio: Any, lr: Any) -> Any:

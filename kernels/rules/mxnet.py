@@ -121,8 +121,8 @@ def rounding(real: Any, *, composed: bool) -> Callable[[float], float]:
 @_remembered
 def adam_scalars(real: Any, beta1: float, beta2: float, *others: float, composed: bool) -> Numbers:
     """The scalars of Adam or AdamW; ``others``: the corrected rate, epsilon and AdamW's decay."""
-    given: Iterable[float] = (beta1, beta2, *others)
-    beta1, beta2, *rest = given if composed else array("f", given)
+    numbers: Iterable[float] = (beta1, beta2, *others)
+    beta1, beta2, *rest = numbers if composed else array("f", numbers)
     betas = beta1, 1.0 - beta1, beta2, 1.0 - beta2
     return tuple(array(TYPECODES[real], (*betas, *rest)))
 

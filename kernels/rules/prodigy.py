@@ -71,9 +71,10 @@ def distance(
 ) -> Any:  # fmt: skip
     """The factor of ``epsilon``, then the numbers after the step."""
     d_numerator = beta3 * d_numerator + gained
-    found = d_coef * d_numerator / length
-    before = found if d == d0 and found > d else d
-    d_max = found if found > d_max else d_max
+    estimate = d_coef * d_numerator / length
+    # While the distance is still its first value it may grow at once, later by `growth_rate` alone.
+    before = estimate if d == d0 and estimate > d else d
+    d_max = estimate if estimate > d_max else d_max
     grown = before * growth_rate
     d = grown if grown < d_max else d_max
     return d, d, d_max, d_numerator

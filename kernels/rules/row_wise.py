@@ -102,8 +102,8 @@ def adam_scalars(
     real: Any, lr: float, decay: float, step: int, constants: Numbers, powers: Numbers
 ) -> Numbers:
     """Adam's scalars, of which the step size holds both corrections, and the decay."""
-    known = scalars_of_adam(real, lr, decay, step, constants, powers)
-    complement1, complement2, size, epsilon = known
+    scalars = scalars_of_adam(real, lr, decay, step, constants, powers)
+    complement1, complement2, size, epsilon = scalars
     return complement1, complement2, real(1.0), epsilon, size, real(lr * decay)
 
 

@@ -39,6 +39,7 @@ def momentum_nesterov(w: Any, g: Any, a: Any, hp: Any) -> Any:
 def first_or_later(g: Any, a: Any, stat: Any, hp: Any) -> Any:
     """The accumulated gradient, ``g`` itself at a first update; which is then marked as done."""
     later = hp.momentum * a + product(hp.one_minus_dampening, g)
+    # Both values first, then a choice: branches would keep the loop from being vectorised.
     is_first = stat > hp.zero
     return (g if is_first else later), (hp.zero if is_first else stat)
 
@@ -58,6 +59,7 @@ def sgd_first_step_nesterov(w: Any, g: Any, a: Any, stat: Any, hp: Any) -> Any:
 def asgd(w: Any, g: Any, average: Any, hp: Any) -> Any:
     """Descent that shrinks the parameter, and the average of where it has been."""
     w = hp.shrink * w - product(hp.eta, g)
+    # ``w`` itself where ``mu`` is 1: the sum would round.
     return w, (w if hp.mu >= hp.one else average + (w - average) * hp.mu)
 
 
@@ -110,6 +112,7 @@ def idle_momentum(hp: Any, decay: float) -> IdleStep:
 
 def idle_nesterov(hp: Any, decay: float) -> IdleStep:
     """Nesterov's momentum without a gradient, but for a coupled decay."""
+    # ``g`` is ``decay*w`` then, which acts by itself and through ``a``.
     pull, ahead = hp.one_minus_dampening * decay, hp.lr * hp.momentum
     return IdleStep(1.0 - hp.lr * decay - ahead * pull, (hp.momentum,), ahead, pull=pull)
 

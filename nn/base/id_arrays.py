@@ -79,13 +79,13 @@ class IdSlots(NamedTuple):
     def holding(cls, n: int, tail: int, entries: Sequence[np.ndarray], steps: Any) -> IdSlots:
         """New slots with these hashes, places and moments; ``tail`` lie behind, or more."""
         hashes, places, moments = entries
-        told = np.ones(4, np.int64)
-        while told[2]:
-            m, told[2], tail = n + tail, 0, 2 * tail
+        out = np.ones(4, np.int64)
+        while out[2]:
+            m, out[2], tail = n + tail, 0, 2 * tail
             new = np.empty(m, np.uint64), np.zeros(m, np.int32), np.empty(m, np.uint8)
             fields: Any = dict(zip(("hashes", "places", "moments"), new, strict=True))
             fields |= {"ids": hashes.view(np.int64), "n": len(hashes), "rows": places}
-            fields |= {"length": m, "slots": n, "told": told, "seen": moments}
+            fields |= {"length": m, "slots": n, "out": out, "seen": moments}
             call = Arguments(kernels.IdCall(**fields))
             run_all((Loop.of(kernels.place, 1, call.address, 1),) if len(hashes) else ())
         return cls(*new, n, steps)

@@ -259,42 +259,42 @@ class IdMap:
         run_all((Loop.of(kernels.count, 1, counting.address, 1),) if len(rows) else ())
         if is_done:
             return rows
-        handed, told = np.empty(len(new_places), np.int32), np.zeros(4, np.int64)
+        handed, out = np.empty(len(new_places), np.int32), np.zeros(4, np.int64)
         try:
             evicted = self._least_recent(lacks, step) if lacks else _NO_ROWS
             if len(evicted):
                 self.evictions += 1
                 self._free_rows(evicted, step)
-            rows[new_places] = self._rows_of_new(ids, times, step, told, handed)
-            new = handed[: int(told[3])].copy()
-            self.last = Admissions(new, self._rows.ids[new], int(told[0]), evicted)
+            rows[new_places] = self._rows_of_new(ids, times, step, out, handed)
+            new = handed[: int(out[3])].copy()
+            self.last = Admissions(new, self._rows.ids[new], int(out[0]), evicted)
             if begin is not None and len(new):
                 begin(self.last)
         except BaseException:  # nobody has got them
-            self._queue, new = UseQueue(), handed[: int(told[3])]
+            self._queue, new = UseQueue(), handed[: int(out[3])]
             self._free_rows(new := new[self._rows.counts[new] > 0], step)
             self._n_removed[1] -= len(new)
             raise
         return rows
 
-    def _rows_of_new(self, ids: Any, times: Any, step: int, told: Any, handed: Any) -> np.ndarray:
+    def _rows_of_new(self, ids: Any, times: Any, step: int, out: Any, handed: Any) -> np.ndarray:
         """The rows of ids, which get some; 0 for none. Those handed out are listed."""
         rows, more = np.empty(len(ids), np.int32), 1 if self.pending else len(ids)
         slots = self._slots.at(step)
         if slots.moments is not self._slots.moments:
             self._bound = None
         self._slots, now = slots, len(slots.steps) - 1
-        while told[1] < len(ids):
+        while out[1] < len(ids):
             slots = self._slots
             n = slots.enough_for(self._entries[0] + more)
-            if told[2] == 2:
+            if out[2] == 2:
                 self._drop_oldest(max(1, int(self.pending or 0) // 8))
-            elif n > slots.n or told[2]:
+            elif n > slots.n or out[2]:
                 vars(self).update(_slots=slots.resized(n), _bound=None)  # in one instruction
-            told[2], call = 0, self._call(ids, rows, None, times, step, told, handed, now)
+            out[2], call = 0, self._call(ids, rows, None, times, step, out, handed, now)
             run_all((Loop.of(kernels.admit, 1, call.address, 1),))
-        if told[0] and (self.after > 1 or self.chance < 1.0):
-            run_all((Loop.of(kernels.look_again, 1, call.address, 1),))
+        if out[0] and (self.after > 1 or self.chance < 1.0):
+            run_all((Loop.of(kernels.find_admitted, 1, call.address, 1),))
         return rows
 
     def _rows_that_lack(self, ids: np.ndarray, times: np.ndarray | None) -> int:

@@ -52,7 +52,7 @@ def on_device(
     return array.contiguous(where, name)
 
 
-def number_of(value: Number) -> float:
+def item(value: Number) -> float:
     """The number as a float; the host waits for a number on a device."""
     return float(value.numpy().reshape(())) if isinstance(value, DeviceArray) else value
 

@@ -18,7 +18,7 @@ from .checkpoint import as_state, checked_state, steps_done
 from .docstrings import OPTIMIZERS
 from .file_set import LOADED, FileSet, files_of, made_by, maker_of_states
 from .groups import GROUP_KEYS, Groups, name_by_position, read_groups
-from .numbers import StepCount, check_place, loss_scale_of, number_of
+from .numbers import StepCount, check_place, item, loss_scale_of
 from .parameter import Parameter, assign, writable
 from .rates import PerOwnerRates, Rate
 
@@ -280,7 +280,7 @@ class Optimizer(CheckedAttributes):
         """
         decays = self._decays_at(self._step)
         return tuple(
-            grads.decayed(g, p.array, decay * number_of(self._loss_scale)) if decay else g
+            grads.decayed(g, p.array, decay * item(self._loss_scale)) if decay else g
             for g, p, decay in zip(self._given(gradients), self.parameters, decays, strict=True)
         )
 
@@ -297,7 +297,7 @@ class Optimizer(CheckedAttributes):
     def scale_grad(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
         """``g * float32(1 / loss_scale)``, as new gradients; the same ones if it is 1."""
         gradients = self._given(gradients)
-        scale = number_of(self._loss_scale)
+        scale = item(self._loss_scale)
         if scale == 1.0:
             return gradients
         return tuple(grads.scaled(g, 1.0 / scale) for g in gradients)

@@ -60,7 +60,7 @@ def check_rule(
             wrong, expected = "has a name that cannot be", "Python names that begin with a letter"
             reject(ValueError, where, "hp of the rule", wrong, expected, repr(name))
     couples = not rule.decays if couples is None else couples
-    check_apart(where, rule, SCALE, TRUST, *((COUPLED_DECAY,) if couples else ()))
+    check_scalars(where, rule, SCALE, TRUST, *((COUPLED_DECAY,) if couples else ()))
     element = ("w", "g", *(state.name for state in rule.element_states), "hp")
     _check_function(where, "update", rule.update, element)
     for name in ("lines", "matrix"):
@@ -128,7 +128,7 @@ def _check_scopes(where: str, rule: Rule) -> None:
             reject(ValueError, where, "signed of the rule", "is out of range", expected, k)
 
 
-def check_apart(where: str, rule: Rule, *before: GradientTransform) -> None:
+def check_scalars(where: str, rule: Rule, *before: GradientTransform) -> None:
     """Refuse a rule with a scalar that has the name of a scalar of a gradient transform."""
     taken = {name for part in before for name in part.hp}
     if used := [name for name in rule.hp if name in taken]:

@@ -15,7 +15,7 @@ from ...ops.runtime.check import LARGEST
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.errors import message, reject
 from .arguments import check_kind
-from .numbers import number_of, on_device
+from .numbers import item, on_device
 from .parameter import Parameter
 
 Schedule = Callable[[int], Any]
@@ -96,7 +96,7 @@ def value_at(where: str, name: str, rate: Rate | float, step: int) -> float:
         return _scheduled(where, name, rate(step))
     array = rate.array
     if isinstance(array, DeviceArray):
-        return _finite(where, name, number_of(array))
+        return _finite(where, name, item(array))
     if array.ndim == 0:
         return _finite(where, name, float(array))
     if step >= len(array):

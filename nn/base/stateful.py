@@ -86,7 +86,7 @@ class StatefulOptimizer(Optimizer):
         self._states = self._new_states(states)
         self._steps = self._made("step", (len(self.parameters),), np.int64, 0)
         if maker_of_states() is not None and self._works_on_host:
-            self._check_apart([p.array for p in self.parameters], self._states)
+            self._check_no_alias([p.array for p in self.parameters], self._states)
             for step in self._steps.tolist():
                 expected = f"from 0 to global_step, {self._step}"
                 check.in_range(self._name, "state 'step'", step, 0 <= step <= self._step, expected)
@@ -234,7 +234,7 @@ class StatefulOptimizer(Optimizer):
                 wrong, fix = "is for another process", "; call the ShardedStates of the optimizer"
                 reject(ValueError, self._name, what, wrong, expected, "a gradient", fix)
 
-    def _check_apart(self, parameters: Sequence[Any], states: States) -> None:
+    def _check_no_alias(self, parameters: Sequence[Any], states: States) -> None:
         """Refuse arrays of parameters and states that share memory."""
         names = [f"parameter {p.name!r}" for p in self.parameters]
         arrays = [*parameters]

@@ -31,16 +31,16 @@ def attempted(check: Callable[..., Any], *arguments: Any) -> tuple[Any, Exceptio
 
 def agree(
     comm: Communicator, where: str, subject: Mapping[str, Any], error: Exception | None = None,
-    told: Any = _NOTHING,
+    numbers: Any = _NOTHING,
 ) -> np.ndarray:  # fmt: skip
-    """One round: the numbers that each process has told this one, int64 ``[P, 2]``.
+    """One round: the numbers that each process has sent this one, int64 ``[P, 2]``.
 
     Args:
         comm: the processes.
         where: what they call, as errors name it.
         subject: names and values (of JSON) that have to be the same for all of them.
         error: what this process has found wrong.
-        told: int64 ``[P, 2]``, two numbers for each process.
+        numbers: int64 ``[P, 2]``, two numbers for each process.
 
     Raises:
         TypeError, ValueError, IndexError, KeyError, OSError, OverflowError, RuntimeError: a
@@ -51,30 +51,30 @@ def agree(
     if comm.size == 1:
         if error is not None:
             raise error
-        return np.broadcast_to(np.asarray(told, np.int64), (1, 2))
+        return np.broadcast_to(np.asarray(numbers, np.int64), (1, 2))
     # Where all agree, as in nearly every step, four numbers for each process are enough: an error,
-    # a hash of the subject, and what is told. Texts go round only to say what is wrong.
-    own = json.dumps([where, dict(subject)])
+    # a hash of the subject, and the numbers. Texts go round only to say what is wrong.
+    text_of_call = json.dumps([where, dict(subject)])
     sent, received = np.empty((2, comm.size, 4), np.int64)
-    digest = hashlib.sha256(own.encode()).digest()
+    digest = hashlib.sha256(text_of_call.encode()).digest()
     sent[:, 0], sent[:, 1] = error is not None, int.from_bytes(digest[:8], signed=True)
-    sent[:, 2:] = told
+    sent[:, 2:] = numbers
     ones = [1] * comm.size
     comm.all_to_all(sent, ones, received, ones).wait()
     if received[:, 0].any() or (received[:, 1] != sent[0, 1]).any():
-        found = None
+        failure = None
         if error is not None:
             kind, text = _kind_and_text(error)
-            found = [kind, f"{where}: rank {comm.rank}: {text.removeprefix(f'{where}: ')}"]
-        raise _disagreement(gather_texts(comm, json.dumps([own, found])))
+            failure = [kind, f"{where}: rank {comm.rank}: {text.removeprefix(f'{where}: ')}"]
+        raise _disagreement(gather_texts(comm, json.dumps([text_of_call, failure])))
     return received[:, 2:]
 
 
 def jointly(comm: Communicator, where: str, check: Callable[..., Any], *arguments: Any) -> Any:
     """The result of what all processes attempt; an error that one has found is raised by all."""
-    found, error = attempted(check, *arguments)
+    result, error = attempted(check, *arguments)
     agree(comm, where, {}, error)
-    return found
+    return result
 
 
 def gather_texts(comm: Communicator, text: str) -> list[str]:
@@ -107,7 +107,7 @@ def _disagreement(texts: list[str]) -> Exception:
     errors = [error for _, error in said if error is not None]
     if errors:
         return _KINDS[errors[0][0]]("\n".join(text for _, text in errors))
-    (called, first), *others = [json.loads(own) for own, _ in said]
+    (called, first), *others = [json.loads(text) for text, _ in said]
     for rank, (other, subject) in enumerate(others, 1):
         if other != called:
             wrong, expected, got = "calls something else", f"{called} as rank 0", other

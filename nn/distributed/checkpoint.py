@@ -47,7 +47,7 @@ class _Array(NamedTuple):
     owner: int  # who writes it then
 
     @property
-    def form(self) -> dict[str, Any]:
+    def layout(self) -> dict[str, Any]:
         """The description of the array in the index."""
         dtype, shape = str(self.array.dtype), self.array.shape
         if self.shard is None:
@@ -98,13 +98,13 @@ def save_checkpoint(
     """
     where = "save_checkpoint"
     path, arrays = _given(where, folder, optimizer, shards, comm)
-    own = {n: a for n, a in arrays.items() if a.shard is not None or a.owner == comm.rank}
+    kept = {n: a for n, a in arrays.items() if a.shard is not None or a.owner == comm.rank}
     _, error = attempted(_make_folder, path, comm.rank)
-    told = agree(comm, where, _common(arrays, optimizer), error, (secrets.randbits(62), 0))
-    names = [part_name(rank, comm.size, f"{told[0, 0]:016x}") for rank in range(comm.size)]
+    received = agree(comm, where, _common(arrays, optimizer), error, (secrets.randbits(62), 0))
+    names = [part_name(rank, comm.size, f"{received[0, 0]:016x}") for rank in range(comm.size)]
     part = path / names[comm.rank]
     try:
-        digest = jointly(comm, where, _write_part, part, {n: a.array for n, a in own.items()})
+        digest = jointly(comm, where, _write_part, part, {n: a.array for n, a in kept.items()})
         jointly(comm, where, _check_folder, where, path / names[0])
     except LostProcessError:
         raise
@@ -113,11 +113,11 @@ def save_checkpoint(
         raise
     # All parts are on the disk. Until the index is there the folder has the checkpoint of before;
     # from then on, this one.
-    said = gather_texts(comm, json.dumps([digest, {name: a.form for name, a in own.items()}]))
+    said = gather_texts(comm, json.dumps([digest, {name: a.layout for name, a in kept.items()}]))
     if comm.rank == 0:
-        digests, forms = zip(*map(json.loads, said), strict=True)
-        known = {name: form for of_rank in forms for name, form in of_rank.items()}
-        _, error = attempted(_write_index, path, dict(zip(names, digests, strict=True)), known)
+        digests, layouts = zip(*map(json.loads, said), strict=True)
+        described = {name: layout for of_rank in layouts for name, layout in of_rank.items()}
+        _, error = attempted(_write_index, path, dict(zip(names, digests, strict=True)), described)
     agree(comm, where, {}, error)
 
 
@@ -126,9 +126,9 @@ def _common(arrays: dict[str, _Array], optimizer: Any) -> dict[str, Any]:
     is_alike = not isinstance(optimizer, ShardedStates)
     whole = {n: a for n, a in arrays.items() if a.shard is None and is_alike}
     return {
-        "shards": {n: a.form for n, a in arrays.items() if a.shard is not None},
+        "shards": {n: a.layout for n, a in arrays.items() if a.shard is not None},
         "arrays without a shard": {
-            n: {**a.form, "crc32": zlib.crc32(as_bytes(np.ascontiguousarray(a.array)).data)}
+            n: {**a.layout, "crc32": zlib.crc32(as_bytes(np.ascontiguousarray(a.array)).data)}
             for n, a in whole.items()
         },
     }
@@ -235,11 +235,11 @@ def _fitting_index(where: str, path: Path, arrays: dict[str, _Array], names: set
             expected, got = "the names of the optimizer", f"{which}: {sorted(wrong)[:3]}"
             reject(KeyError, where, "checkpoint", "does not fit this optimizer", expected, got)
     for name, a in arrays.items():
-        saved, own = index.arrays[name], a.form
+        saved, layout = index.arrays[name], a.layout
         for kind, key in ((TypeError, "dtype"), (ValueError, "shape")):
-            if saved[key] != own[key]:
+            if saved[key] != layout[key]:
                 got = f"{saved[key]} in {INDEX}"
-                reject(kind, where, name, f"has a wrong {key}", own[key], got)
+                reject(kind, where, name, f"has a wrong {key}", layout[key], got)
         if not a.array.flags.writeable:
             reject(ValueError, where, name, "is read-only", "a writable array", "a read-only one")
     return index
@@ -300,7 +300,7 @@ def _arrays(
         expected = "names that no state of the optimizer has"
         reject(ValueError, where, "parameters", "have names of states", expected, taken)
     owners = optimizer.owners if isinstance(optimizer, ShardedStates) else [0] * len(names)
-    found = {name: _Array(array, None, 0) for name, array in base.state_arrays().items()}
+    by_name = {name: _Array(array, None, 0) for name, array in base.state_arrays().items()}
     for i, (name, parameter) in enumerate(zip(names, base.parameters, strict=True)):
         shard, states = shards.get(name), base.states_by_name(i)
         array = parameter.array
@@ -311,11 +311,11 @@ def _arrays(
             if shard is not None and state.shape[:1] != array.shape[:1]:
                 wrong, expected = "cannot be divided by rows", f"{len(array)} rows"
                 reject(ValueError, where, f"state {label!r}", wrong, expected, state.shape)
-            found[label] = _Array(state, shard, owners[i])
-        found[f"step.{name}"] = _Array(found[f"step.{name}"].array, None, owners[i])
-    for name, a in found.items():
+            by_name[label] = _Array(state, shard, owners[i])
+        by_name[f"step.{name}"] = _Array(by_name[f"step.{name}"].array, None, owners[i])
+    for name, a in by_name.items():
         check_savable(where, name, a.array)
-    return found
+    return by_name
 
 
 def _check_shards(where: str, shards: Any, names: list[str], comm: Communicator) -> None:

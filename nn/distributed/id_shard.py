@@ -59,8 +59,8 @@ class IdShard:
     def __init__(self, ids: IdMap, comm: Communicator) -> None:
         _, error = attempted(check_kind, "IdShard", "ids", ids, IdMap, "an IdMap")
         names = () if error else ("after", "chance", "seed", "full")
-        self.form = {name: getattr(ids, name) for name in names}
-        agree(comm, "IdShard", self.form, error)
+        self.signature = {name: getattr(ids, name) for name in names}
+        agree(comm, "IdShard", self.signature, error)
         self.ids, self.comm = ids, comm
         # Keys are hashes, so equal shares of all keys have about as many ids each.
         firsts = [-(-(rank << 64) // comm.size) for rank in range(1, comm.size)]
@@ -147,12 +147,12 @@ class IdShard:
             ids = of_map["ids"]
             is_own = self.owner(ids) == self.comm.rank
             for name, array in arrays.items():
-                form, label = (array.dtype, (len(ids), *array.shape[1:])), f"states[{k}]: {name!r}"
-                given = adopt(where, label, state[name])
-                if (given.dtype, given.shape) != form:
-                    got = f"{given.dtype} {given.shape}"
-                    reject(ValueError, where, label, "does not fit", f"{form[0]} {form[1]}", got)
-                parts[name].append(given[is_own])
+                kind, label = (array.dtype, (len(ids), *array.shape[1:])), f"states[{k}]: {name!r}"
+                checked = adopt(where, label, state[name])
+                if (checked.dtype, checked.shape) != kind:
+                    got = f"{checked.dtype} {checked.shape}"
+                    reject(ValueError, where, label, "does not fit", f"{kind[0]} {kind[1]}", got)
+                parts[name].append(checked[is_own])
             for name, others in _BY_ID.items():
                 mine = self.owner(of_map[name]) == self.comm.rank
                 for label in (name, *others):
@@ -161,17 +161,17 @@ class IdShard:
                 parts[label].append(of_map[label])
         if not parts["ids"]:
             reject(ValueError, where, "states", "are missing", "at least one", "none")
-        found = {name: np.concatenate(x) for name, x in parts.items() if x}
+        rows = {name: np.concatenate(x) for name, x in parts.items() if x}
         # Rows are handed out anew, in the order of the parts; row 0 is that of ids without one.
-        n = len(found["ids"])
-        found |= {"rows": np.arange(1, n + 1, dtype=np.int32), "next_row": np.array([n + 1])}
-        found |= {name: found[name].max(keepdims=True) for name in ("step", "forgotten")}
-        made = self.ids.loaded(where, {name: found[name] for name in STATE})
+        n = len(rows["ids"])
+        rows |= {"rows": np.arange(1, n + 1, dtype=np.int32), "next_row": np.array([n + 1])}
+        rows |= {name: rows[name].max(keepdims=True) for name in ("step", "forgotten")}
+        made = self.ids.loaded(where, {name: rows[name] for name in STATE})
         for name, array in arrays.items():
             if len(array) <= n or not array.flags.writeable:
                 wrong, enough = "has no room for the rows", f"at least {n + 1} rows, writable"
                 reject(ValueError, where, f"array {name!r}", wrong, enough, len(array))
-        return made, {name: found[name] for name in arrays}
+        return made, {name: rows[name] for name in arrays}
 
 
 class _StepOfShard:
@@ -184,16 +184,16 @@ class _StepOfShard:
     ) -> None:
         self._shard, self._step, self._begin = shard, step, begin
         self.comm, self.first_keys = shard.comm, shard.first_keys
-        self.form = {**shard.form, "step": str(step)}
+        self.signature = {**shard.signature, "step": str(step)}
         self._found: FoundRows | None = None
 
     def __len__(self) -> int:
         return len(self._shard)
 
     def checked_ids(self, where: str, ids: Any) -> np.ndarray:
-        found = ids_of_64_bits(where, ids)
+        array = ids_of_64_bits(where, ids)
         self._shard.ids.check_step(self._shard.ids.step if self._step is None else self._step)
-        return found
+        return array
 
     def keys(self, ids: np.ndarray) -> np.ndarray:
         return keys_of(ids)
@@ -203,13 +203,13 @@ class _StepOfShard:
         return np.stack((_ids_of(keys), times), axis=1)
 
     def rows_of(self, requests: np.ndarray) -> np.ndarray:
-        own, (ids, times) = self._shard.ids, np.ascontiguousarray(requests.T)
-        evictions = own.evictions
+        id_map, (ids, times) = self._shard.ids, np.ascontiguousarray(requests.T)
+        evictions = id_map.evictions
         if self._step is None:
-            rows = own.find(ids)
+            rows = id_map.find(ids)
         else:
-            rows = own(ids, self._step, times=times, begin=self._begin)
-        self._found = FoundRows(own, ids, rows, evictions)
+            rows = id_map(ids, self._step, times=times, begin=self._begin)
+        self._found = FoundRows(id_map, ids, rows, evictions)
         return rows.astype(np.int64)
 
     def check_rows(self) -> None:

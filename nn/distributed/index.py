@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from ...ops.runtime.errors import reject
 from ..base.arguments import is_int
 from ..base.checkpoint import CODES
-from .shard import ORDERS, places, stretch
+from .shard import ORDERS, places, span_height
 
 FORMAT = "fusestep.distributed 3"
 INDEX = "index.json"
@@ -88,22 +88,22 @@ class Index:
             OSError: a part cannot be read.
             ValueError: a part has no such array.
         """
-        form = self.arrays[name]
-        if "rank" in form:
-            with self._opened(form["rank"]) as part:
-                found = part.get_tensor(name)
-            out[...] = found if ids is None else found[ids]
+        layout = self.arrays[name]
+        if "rank" in layout:
+            with self._opened(layout["rank"]) as part:
+                array = part.get_tensor(name)
+            out[...] = array if ids is None else array[ids]
             return
-        rows = form["shape"][0]
-        at = places(np.arange(rows) if ids is None else ids, rows, form["order"])
-        height = stretch(rows, len(self._parts))
-        part_of = at // height
+        rows = layout["shape"][0]
+        positions = places(np.arange(rows) if ids is None else ids, rows, layout["order"])
+        height = span_height(rows, len(self._parts))
+        part_of = positions // height
         for rank in np.unique(part_of).tolist():
-            own = np.flatnonzero(part_of == rank)
-            local = at[own] - rank * height
+            indices = np.flatnonzero(part_of == rank)
+            local = positions[indices] - rank * height
             first, last = int(local.min()), int(local.max()) + 1
             with self._opened(rank) as part:
-                out[own] = part.get_slice(name)[first:last][local - first]
+                out[indices] = part.get_slice(name)[first:last][local - first]
 
     @contextmanager
     def _opened(self, rank: int) -> Iterator[Any]:
@@ -129,13 +129,13 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
     _check_regular(INDEX, file)
     try:
         content = json.loads(file.read_bytes())
-        found, said = content.get("format"), content.pop("sha256", None)
+        stated, said = content.get("format"), content.pop("sha256", None)
         digest = _digest(content)
     except (ValueError, AttributeError, RecursionError) as error:
         expected, got = f"JSON with a format in {path}", f"{type(error).__name__}: {error}"
         reject(ValueError, _WHERE, INDEX, "is no index of a checkpoint", expected, got)
-    if found != FORMAT:
-        reject(ValueError, _WHERE, INDEX, "has another format", f"{FORMAT} in {path}", found)
+    if stated != FORMAT:
+        reject(ValueError, _WHERE, INDEX, "has another format", f"{FORMAT} in {path}", stated)
     if said != digest:
         reject(ValueError, _WHERE, INDEX, "is damaged", f"sha256 {said} in {path}", digest)
     if not _is_index(content):
@@ -151,13 +151,13 @@ def _is_index(content: dict[str, Any]) -> bool:
             size = len(parts)
             names = [part_name(rank, size, "[0-9a-f]{16}") for rank in range(size)]
             are_parts = all(map(re.fullmatch, names, parts)) and size > 0
-            return are_parts and all(_is_form(a, size) for a in arrays.values())
+            return are_parts and all(_is_layout(a, size) for a in arrays.values())
     return False
 
 
-def _is_form(form: Any, size: int) -> bool:
+def _is_layout(layout: Any, size: int) -> bool:
     """Whether an array of a checkpoint of ``size`` parts can be described so."""
-    match form:
+    match layout:
         case {"dtype": str(dtype), "shape": [*shape], "rank": rank}:
             is_placed = is_int(rank) and 0 <= rank < size
         case {"dtype": str(dtype), "shape": [_, *_] as shape, "order": order}:

@@ -12,7 +12,7 @@ import numpy as np
 from ...kernels.keeping import STOCHASTIC
 from ...ops.runtime.errors import message, reject
 from ..base.arguments import check_kind
-from ..base.numbers import number_of
+from ..base.numbers import item
 from ..base.optimizer import Optimizer
 from ..engine.plan import Plan
 from ..fused import FusedOptimizer
@@ -32,14 +32,14 @@ class Agreement:
         """The step that this process has planned; None where any process skips it."""
         plan: Plan | None
         plan, error = attempted(planned)
-        told = (plan is None, 0 if plan is None else self._digest(plan))
+        numbers = (plan is None, 0 if plan is None else self._digest(plan))
         subject = {"global_step": step}
-        heard = agree(self.comm, self._where, subject, error, told)
+        received = agree(self.comm, self._where, subject, error, numbers)
         # Before the hashes are compared: a process that skips has no plan to make one of.
-        if heard[:, 0].any():
+        if received[:, 0].any():
             return None
-        if (heard[:, 1] != heard[0, 1]).any():
-            rank = int(np.argmax(heard[:, 1] != heard[0, 1]))
+        if (received[:, 1] != received[0, 1]).any():
+            rank = int(np.argmax(received[:, 1] != received[0, 1]))
             what = f"rank {rank}: rates, decays, loss scale, options or batches"
             expected, got = "those of rank 0", "others"
             raise ValueError(message(self._where, what, "differ", expected, got))
@@ -49,7 +49,7 @@ class Agreement:
         """A hash of the numbers and options that all processes must have alike."""
         shared = (
             *(list(map(float, numbers)) for numbers in (plan.rates, plan.decays)),
-            *(number_of(plan.conditioning.loss_scale), plan.skip_nonfinite, plan.touched_only),
+            *(item(plan.conditioning.loss_scale), plan.skip_nonfinite, plan.touched_only),
             plan.conditioning.joins.tolist(),
             [rows.source.whole_length for rows in plan.given.rows] if self._share_batches else [],
         )

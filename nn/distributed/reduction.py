@@ -50,12 +50,12 @@ def all_reduce(
     (array([1., 1.], dtype=float32), None)
     """
     read, error = attempted(_read, _WHERE, gradients, average)
-    agree(comm, _WHERE, {"average": bool(average), "gradients": _forms(read or [])}, error)
-    found: list[Any] = [None] * len(read)
+    agree(comm, _WHERE, {"average": bool(average), "gradients": _signatures(read or [])}, error)
+    sums: list[Any] = [None] * len(read)
     by_dtype: dict[np.dtype[Any], list[int]] = {}
     for i, gradient in enumerate(read):
         if isinstance(gradient, RowTensor):
-            found[i] = _rows_of_all(gradient, comm, average=average)
+            sums[i] = _rows_of_all(gradient, comm, average=average)
         elif gradient is not None:
             by_dtype.setdefault(gradient.dtype, []).append(i)
     for places in by_dtype.values():
@@ -64,8 +64,8 @@ def all_reduce(
         total = _summed(flat, comm, average=average)
         cuts = np.cumsum([array.size for array in arrays])[:-1]
         for i, part in zip(places, np.split(total, cuts), strict=True):
-            found[i] = part.reshape(read[i].shape)
-    return tuple(found)
+            sums[i] = part.reshape(read[i].shape)
+    return tuple(sums)
 
 
 def average_bags(
@@ -86,26 +86,26 @@ def average_bags(
         TypeError, ValueError, RuntimeError: a process has found an error, or tables differ.
         LostProcessError: a process has ended.
     """
-    forms = [[*own.dense_shape, own.unit, str(own.dtype)] for own in gradients]
-    agree(comm, where, {"tables": forms}, error)
-    own = joined([[gradient] for gradient in gradients])
-    n, is_weighted = [len(g.indices) for g in own], any(g.weights is not None for g in own)
-    told = np.empty((comm.size, len(own) + 2), np.int64)
-    comm.all_gather(np.array([own[0].values.size, is_weighted, *n]), told).wait()
-    ids = told[:, 2:].sum(1).tolist()
+    signatures = [[*g.dense_shape, g.unit, str(g.dtype)] for g in gradients]
+    agree(comm, where, {"tables": signatures}, error)
+    bags = joined([[gradient] for gradient in gradients])
+    n, is_weighted = [len(g.indices) for g in bags], any(g.weights is not None for g in bags)
+    gathered = np.empty((comm.size, len(bags) + 2), np.int64)
+    comm.all_gather(np.array([bags[0].values.size, is_weighted, *n]), gathered).wait()
+    ids = gathered[:, 2:].sum(1).tolist()
 
     def of_all(arrays: Sequence[np.ndarray], counts: Sequence[int]) -> list[np.ndarray]:
         return np.split(_of_all(np.concatenate(arrays), counts, comm), np.cumsum(counts)[:-1])
 
-    values = of_all([own[0].values], told[:, 0].tolist())
-    indices = of_all([g.indices for g in own], ids)
-    rows = of_all([g.rows for g in own], ids)
-    weights = of_all([g.factors for g in own], ids) if told[:, 1].any() else None
+    values = of_all([bags[0].values], gathered[:, 0].tolist())
+    indices = of_all([g.indices for g in bags], ids)
+    rows = of_all([g.rows for g in bags], ids)
+    weights = of_all([g.factors for g in bags], ids) if gathered[:, 1].any() else None
     calls = []
-    for r, counts in enumerate(told[:, 2:]):
+    for r, counts in enumerate(gathered[:, 2:]):
         cuts = np.cumsum(counts)[:-1]
-        factors = [None] * len(own) if weights is None else np.split(weights[r], cuts)
-        of_tables = own, np.split(indices[r], cuts), np.split(rows[r], cuts), factors
+        factors = [None] * len(bags) if weights is None else np.split(weights[r], cuts)
+        of_tables = bags, np.split(indices[r], cuts), np.split(rows[r], cuts), factors
         calls.append([
             g.with_arrays(i, values[r], places, w)
             for g, i, places, w in zip(*of_tables, strict=True)
@@ -121,32 +121,32 @@ def _read(where: str, gradients: Any, average: Any) -> list[Any]:
     read = []
     for i, gradient in enumerate(gradients):
         name = f"gradient {i}"
-        found: Any = None if gradient is None else as_rows(where, name, gradient)
-        if isinstance(found, RowTensor):
-            adopt(where, name, found.values)  # refuses those on a device
+        checked: Any = None if gradient is None else as_rows(where, name, gradient)
+        if isinstance(checked, RowTensor):
+            adopt(where, name, checked.values)  # refuses those on a device
         elif gradient is not None:
-            found = adopt(where, name, gradient)
+            checked = adopt(where, name, gradient)
         if gradient is not None:
-            check.float_dtype(where, name, found, "a floating dtype")
-        if isinstance(found, RowTensor):
-            found.check_positions(f"{where}: {name}")
-        read.append(found)
+            check.float_dtype(where, name, checked, "a floating dtype")
+        if isinstance(checked, RowTensor):
+            checked.check_positions(f"{where}: {name}")
+        read.append(checked)
     return read
 
 
-def _forms(read: Sequence[Any]) -> list[Any]:
-    """The forms of gradients, which must be the same on all processes."""
-    forms: list[Any] = []
+def _signatures(read: Sequence[Any]) -> list[Any]:
+    """The signatures of gradients, which must be the same on all processes."""
+    signatures: list[Any] = []
     for g in read:
         is_row_sparse = isinstance(g, RowTensor)
         kind = [str(g.indices.dtype), g.positions is not None] if is_row_sparse else []
-        forms.append(None if g is None else [*kind, str(g.dtype), *g.shape])
-    return forms
+        signatures.append(None if g is None else [*kind, str(g.dtype), *g.shape])
+    return signatures
 
 
 @quiet
 def _summed(flat: np.ndarray, comm: Communicator, *, average: bool) -> np.ndarray:
-    """The sum over all processes: each adds up a stretch, then all gather the stretches."""
+    """The sum over all processes: each adds up a span, then all gather the spans."""
     height = -(-len(flat) // comm.size)
     sent = np.zeros((comm.size, height), flat.dtype)
     sent.reshape(-1)[: len(flat)] = flat

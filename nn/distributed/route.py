@@ -28,14 +28,14 @@ class Shard(Protocol):
     Attributes:
         name: in errors.
         comm: the processes.
-        form: what all of them have alike.
+        signature: what all of them have alike.
         first_keys: the first key of each process but the first; keys ascend by owner.
         has_nobodys_row: whether row 0 of each part is nobody's, and has no gradient.
     """
 
     name: str
     comm: Communicator
-    form: dict[str, Any]
+    signature: dict[str, Any]
     first_keys: np.ndarray
     has_nobodys_row: bool
 
@@ -95,12 +95,12 @@ class Route:
         self._distinct, inverse = np.unique(keys, return_inverse=True)
         inner = np.searchsorted(self._distinct, shard.first_keys)
         self._first = np.array([0, *inner, len(self._distinct)])  # of each owner
-        told = np.diff(self._first), np.full(self._comm.size, len(keys))
-        heard = agree(self._comm, where, shard.form, error, np.stack(told, axis=1))
+        numbers = np.diff(self._first), np.full(self._comm.size, len(keys))
+        received = agree(self._comm, where, shard.signature, error, np.stack(numbers, axis=1))
         self._shape = checked.shape
         self._inverse = inverse.reshape(self._shape)
-        self._sent, self._needed_counts = np.diff(self._first).tolist(), heard[:, 0].tolist()
-        self._lengths = heard[:, 1]
+        self._sent, self._needed_counts = np.diff(self._first).tolist(), received[:, 0].tolist()
+        self._lengths = received[:, 1]
         owner = np.repeat(np.arange(self._comm.size), self._sent)
         sent = shard.request(self._distinct, owner, inverse)
         requests: np.ndarray = np.empty((sum(self._needed_counts), *sent.shape[1:]), sent.dtype)
@@ -126,7 +126,7 @@ class Route:
     def start_gather(self, table: Any) -> Arrival[Any]:
         """Send the rows: `gather` in two parts. The table may change meanwhile."""
         array, error = attempted(self._checked_table, "Route.gather", table)
-        agree(self._comm, "Route.gather", _form(array), error)
+        agree(self._comm, "Route.gather", _signature(array), error)
         sent = _rows_at(array, self.needed)
         received = empty_like(array, (len(self._distinct), *array.shape[1:]))
         transfer = self._comm.all_to_all(sent, self._needed_counts, received, self._sent)
@@ -185,9 +185,9 @@ class Route:
         array, error = attempted(self._checked_gradient, "Route.scatter", gradient)
         self._occurrences = self._occurrences or self._found_occurrences()
         counts, order, pairs = self._occurrences
-        told = [(n, 0) for n in counts]
-        heard = agree(self._comm, "Route.scatter", _form(array), error, told)
-        own_counts = heard[:, 0].tolist()
+        numbers = [(n, 0) for n in counts]
+        received = agree(self._comm, "Route.scatter", _signature(array), error, numbers)
+        own_counts = received[:, 0].tolist()
         n = sum(own_counts)
         sent, values = _rows_at(array, order), empty_like(array, (n, *array.shape[1:]))
         places: np.ndarray = np.empty((n, 2), pairs.dtype)
@@ -201,13 +201,13 @@ class Route:
             first_needed = np.cumsum([0, *self._needed_counts])
             first_position = np.cumsum([0, *self._lengths.tolist()])
             rows = self.needed[first_needed[rank] + places[:, 0]]
-            positions, found = first_position[rank] + places[:, 1], values
+            positions, arrived = first_position[rank] + places[:, 1], values
             if self._shard.has_nobodys_row:
                 has_row = rows > 0
-                rows, positions, found = rows[has_row], positions[has_row], values[has_row]
-            indices = found.holding(rows) if isinstance(found, DeviceArray) else rows
-            shape = self._rows, *found.shape[1:]
-            return indices, found, shape, positions, int(self._lengths.sum())
+                rows, positions, arrived = rows[has_row], positions[has_row], values[has_row]
+            indices = arrived.holding(rows) if isinstance(arrived, DeviceArray) else rows
+            shape = self._rows, *arrived.shape[1:]
+            return indices, arrived, shape, positions, int(self._lengths.sum())
 
         return Arrival(transfers, unpack)
 
@@ -251,8 +251,8 @@ def _rows_at(array: Any, indices: np.ndarray) -> Any:
     return rows
 
 
-def _form(array: Any) -> dict[str, Any]:
-    """The form of an array of rows, which must be the same on all processes."""
+def _signature(array: Any) -> dict[str, Any]:
+    """The signature of an array of rows, which must be the same on all processes."""
     if array is None:
         return {}
     place = "a device" if isinstance(array, DeviceArray) else "the host"

@@ -25,7 +25,7 @@ _MOST_HASHED = 3_037_000_499  # rows: the square of more is no int64
 class RowShard:
     """The part of a table of ``rows`` rows that this process owns.
 
-    The rows, in an order, are cut into P stretches of ``ceil(rows / P)``, the last ones shorter
+    The rows, in an order, are cut into P spans of ``ceil(rows / P)``, the last ones shorter
     or empty: of P processes rank r has those at ``[begin, end)``.
 
     Args:
@@ -61,8 +61,8 @@ class RowShard:
         _, error = attempted(_check, "RowShard", rows, order)
         agree(comm, "RowShard", {"rows": str(rows), "order": str(order)}, error)
         self.rows, self.comm, self.order = int(rows), comm, order
-        self.height = stretch(self.rows, comm.size)
-        self.form = {"rows": self.rows, "order": order}
+        self.height = span_height(self.rows, comm.size)
+        self.signature = {"rows": self.rows, "order": order}
         self.first_keys = np.arange(1, comm.size) * self.height
         self.begin, self.end = (
             min(rank * self.height, self.rows) for rank in (comm.rank, comm.rank + 1)
@@ -75,8 +75,8 @@ class RowShard:
         return self.end - self.begin
 
     def __repr__(self) -> str:
-        own = f"{self.begin}:{self.end}, rank {self.comm.rank} of {self.comm.size}"
-        return f"RowShard({self.rows} rows, {own}, order={self.order!r})"
+        span = f"{self.begin}:{self.end}, rank {self.comm.rank} of {self.comm.size}"
+        return f"RowShard({self.rows} rows, {span}, order={self.order!r})"
 
     @property
     def indices(self) -> np.ndarray:
@@ -110,8 +110,8 @@ class RowShard:
 
     def checked_ids(self, where: str, ids: Any) -> np.ndarray:
         """A copy of the ids on the host, which nobody changes after the check."""
-        found = adopt_anywhere(where, "ids", ids)
-        array: np.ndarray = found.numpy() if isinstance(found, DeviceArray) else found.copy()
+        adopted = adopt_anywhere(where, "ids", ids)
+        array: np.ndarray = adopted.numpy() if isinstance(adopted, DeviceArray) else adopted.copy()
         check.index_dtype(where, array)
         check.indices_in_range(where, array.reshape(-1), self.rows)
         return array
@@ -132,7 +132,7 @@ class RowShard:
         """Do nothing: a row is never another one's."""
 
 
-def stretch(rows: int, size: int) -> int:
+def span_height(rows: int, size: int) -> int:
     """The number of rows of each of ``size`` processes; the last ones may have fewer."""
     return max(1, -(-rows // size))
 

@@ -126,7 +126,7 @@ class TorchCommunicator:
             living = self._marked("alive", range(self.size))
         except RuntimeError:  # of the store itself
             return [] if _is_of_agent() else [dist.get_group_rank(self.group, 0)]
-        # The store is gone with the process that has it, which may be the first to be told.
+        # The store is gone with the process that has it, which may be the first to learn it.
         with suppress(RuntimeError):
             self._marked("told", living)
         return [rank for rank in range(self.size) if rank not in living]
@@ -136,9 +136,9 @@ class TorchCommunicator:
         self._store.set(f"fusestep/{name}/{self.rank}", "")
         end = time.monotonic() + min(_ANSWER, self._timeout)
         while True:
-            found = [rank for rank in ranks if self._store.check([f"fusestep/{name}/{rank}"])]
-            if len(found) == len(ranks) or time.monotonic() > end:
-                return found
+            present = [rank for rank in ranks if self._store.check([f"fusestep/{name}/{rank}"])]
+            if len(present) == len(ranks) or time.monotonic() > end:
+                return present
             time.sleep(0.02)
 
     def _is_failing(self) -> bool:

@@ -16,7 +16,7 @@ from ...ops.runtime.errors import reject
 from ...ops.runtime.row_step import RowGradient, row_squares
 from ...ops.runtime.step import squares_at
 from ..base.groups import ParameterOptions
-from ..base.numbers import number_of
+from ..base.numbers import item
 from .batch import NOTHING, Batch, KernelCall, index_lists
 
 
@@ -34,7 +34,7 @@ class Conditioning:
     A coupled weight decay is added to the gradient; otherwise the rule applies it.
     """
 
-    is_measured = False  # whether `complete` has to be called, with scalars for each tensor
+    is_measured = False  # whether `fill_measured_scalars` is called, for scalars of each tensor
     leaves_decay = True  # whether the rule applies the weight decays, if it has any
     measures_rows = False  # whether row-sparse gradients are measured too
     bound = 0.0  # the bound of elements that are clipped
@@ -60,7 +60,7 @@ class Conditioning:
     @property
     def _scale(self) -> float:
         """The loss scale; the host waits for one on a device."""
-        return number_of(self.loss_scale)
+        return item(self.loss_scale)
 
     def centralized_with(self, i: int, decay: float) -> float:  # noqa: ARG002
         """The factor by which parameter ``i`` is added to its gradient before centralization."""
@@ -89,9 +89,9 @@ class Conditioning:
         for call in calls:
             if call.rates is not NOTHING:
                 kernel = call.update.kernel
-                self.complete(call, columns(kernel.rule, kernel.prologue))
+                self.fill_measured_scalars(call, columns(kernel.rule, kernel.prologue))
 
-    def complete(self, call: KernelCall, column: dict[str, int]) -> None:
+    def fill_measured_scalars(self, call: KernelCall, column: dict[str, int]) -> None:
         """Fill in the scalars of one call, in their columns."""
 
 
@@ -120,10 +120,10 @@ class Clipping(Conditioning):
         return 0.0
 
     def scalars(self, i: int, decay: float) -> tuple[float, ...]:  # noqa: ARG002
-        """The scalars of the parts but for the factors of norms, which `complete` gives."""
+        """The scalars of the parts; factors of norms come from `fill_measured_scalars`."""
         return self._of_parts(decay, self._scale)
 
-    def complete(self, call: KernelCall, column: dict[str, int]) -> None:
+    def fill_measured_scalars(self, call: KernelCall, column: dict[str, int]) -> None:
         """Multiply the scale of each tensor by ``limit / max(norm, limit)``."""
         batch, scale = call.batch, 1.0 / self._scale
         if batch.row_sparse:

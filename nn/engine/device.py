@@ -22,7 +22,7 @@ class Device:
     """Steps of the parameters of an optimizer on a device; ``host`` counts them."""
 
     def __init__(self, host: Host) -> None:
-        self._host, self.turn = host, host.turn
+        self._host, self.exclusive = host, host.exclusive
 
     def run(self, plan: Plan) -> None:
         """Enqueue a step, and count it.

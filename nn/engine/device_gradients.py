@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...ops.runtime.device import DeviceArray, DeviceForm, lie_on
+from ...ops.runtime.device import DeviceArray, DeviceLayout, lie_on
 from ...ops.runtime.row_step import RowGradient
 from ...ops.runtime.row_tensor import RowTensor
 from .layout import Gradients, Layout
@@ -42,15 +42,15 @@ class _RowLook(NamedTuple):
 class _DenseLook(NamedTuple):
     """The dense gradients on a device that are of one framework and dtype."""
 
-    form: DeviceForm  # of the first
+    layout: DeviceLayout  # of the first
     places: list[int]  # among all gradients
     dense: list[int]  # their places among all dense gradients
-    forms: list[Any]  # of each, for its framework
+    signatures: list[Any]  # of each, for its framework
 
     def addresses(self, gradients: tuple[Any, ...]) -> list[int] | None:
         """Where those of another step lie; None if one is of another form."""
-        framework, own = self.form.framework, [gradients[i] for i in self.places]
-        is_alike = [*map(framework.form, own)] == self.forms
+        framework, own = self.layout.framework, [gradients[i] for i in self.places]
+        is_alike = [*map(framework.signature, own)] == self.signatures
         return [*map(framework.address, own)] if is_alike else None
 
 
@@ -78,14 +78,14 @@ class LastOnDevice(NamedTuple):
                     return None
                 rows.append((i, row_look))
             elif array is not None:
-                form = array.look if array.owner is gradient else None
-                if form is None:
+                signature = array.signature if array.owner is gradient else None
+                if signature is None:
                     return None
                 key = array.framework, array.dtype
-                look = dense.setdefault(key, _DenseLook(array.form, [], [], []))
+                look = dense.setdefault(key, _DenseLook(array.layout, [], [], []))
                 look.places.append(i)
                 look.dense.append(n_dense)
-                look.forms.append(form)
+                look.signatures.append(signature)
                 n_dense += 1
         streams = {(array.framework, array.stream): array for array in reversed(given.arrays)}
         first = given.arrays[0]
@@ -112,7 +112,7 @@ class LastOnDevice(NamedTuple):
         spans = [span for row in rows for span in row.spans]
         if found != self.apart:
             for look, own in zip(self.dense, found, strict=True):
-                if not lie_on(look.form, own):
+                if not lie_on(look.layout, own):
                     return None
                 n_bytes = [layout.dense_bytes[k] for k in look.dense]
                 spans += zip(own, n_bytes, strict=True)

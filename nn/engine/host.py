@@ -33,7 +33,7 @@ class Host:
         _living.add(self)
         self._counted: tuple[Layout, Count] | None = None
 
-    def turn(self) -> Any:
+    def exclusive(self) -> Any:
         """One step after the other: the scalars follow from the number of steps before."""
         return locks.entered(self._lock, self._where)
 
@@ -43,7 +43,7 @@ class Host:
         With locking, also what is measured is measured while no other such call writes.
         """
         if plan.use_locking:
-            with locks.turn():
+            with locks.exclusive():
                 self.run(plan._replace(use_locking=False))
             return
         if plan.conditioning.is_measured:

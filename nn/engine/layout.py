@@ -117,9 +117,9 @@ def build_layout(
     is_complete = len(active) == len(kinds)
     are_plain = not any(isinstance(w, DeviceArray) for _, _, (w, *_) in active)
     gradients = [(kind, arrays[0]) for _, kind, arrays in active]
-    forms, dense_arrays, row_arrays = _array_forms(gradients)
+    layouts, dense_arrays, row_arrays = _array_layouts(gradients)
     can_expect = is_complete and headers.usable and are_plain
-    expected = headers.expected_arrays(forms, memory, written) if can_expect else None
+    expected = headers.expected_arrays(layouts, memory, written) if can_expect else None
     return Layout(
         tuple(sorted(batches, key=lambda batch: not batch.row_sparse)),
         np.array([i for i, _, _ in active], np.int64),
@@ -138,23 +138,23 @@ def _place(array: np.ndarray) -> Place:
     return array, address_of(array), array.shape, array.dtype
 
 
-def _array_forms(
+def _array_layouts(
     gradients: Sequence[tuple[GradientKind, Any]],
-) -> tuple[list[headers.ArrayForm], np.ndarray, tuple[int, ...]]:
-    """The forms of gradient arrays, and the places of dense ones and of indices among them."""
-    forms: list[headers.ArrayForm] = []
+) -> tuple[list[headers.ArrayLayout], np.ndarray, tuple[int, ...]]:
+    """The layouts of gradient arrays, and the places of dense ones and of indices among them."""
+    layouts: list[headers.ArrayLayout] = []
     dense, rows = [], []
     for kind, w in gradients:
         if kind.pooled:
             rows.append(-1)
         elif kind.index_dtype is None:
-            dense.append(len(forms))
-            forms.append((kind.dtype, w.shape))
+            dense.append(len(layouts))
+            layouts.append((kind.dtype, w.shape))
         else:
-            rows.append(len(forms))
-            forms.append((kind.index_dtype, (headers.OPEN,)))
-            forms.append((kind.dtype, (headers.OPEN, *w.shape[1:])))
-    return forms, np.array(dense, np.int64), tuple(rows)
+            rows.append(len(layouts))
+            layouts.append((kind.index_dtype, (headers.OPEN,)))
+            layouts.append((kind.dtype, (headers.OPEN, *w.shape[1:])))
+    return layouts, np.array(dense, np.int64), tuple(rows)
 
 
 class Gradients(NamedTuple):

@@ -32,7 +32,7 @@ class Offload:
     """Steps of parameters on a device, with states and arithmetic on the host."""
 
     def __init__(self, host: Host) -> None:
-        self._host, self.turn = host, host.turn
+        self._host, self.exclusive = host, host.exclusive
 
     def run(self, plan: Plan) -> None:
         """Take a step: parameters and gradients come to the host, and the parameters go back."""

@@ -159,7 +159,7 @@ class StepAgreement(Protocol):
 class Stepper(Protocol):
     """A runner of the steps of an optimizer: on the host, on a device, or on both."""
 
-    def turn(self) -> AbstractContextManager[Any]:
+    def exclusive(self) -> AbstractContextManager[Any]:
         """A context in which no other thread takes a step of the optimizer."""
 
     def run(self, plan: Plan) -> None:

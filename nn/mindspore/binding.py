@@ -103,10 +103,10 @@ class TensorReader(GradientReader):
 
     def read_like_last(self, gradients: tuple[Any, ...]) -> Gradients | None:
         """The gradients if they are like the last ones (`GradientReader.read_like_last`)."""
-        last, found = self._layouts.get(None), _looked_at(gradients)
-        if last is None or found is None or self._seen != found[0]:
+        last, seen = self._layouts.get(None), _scanned(gradients)
+        if last is None or seen is None or self._seen != seen[0]:
             return None
-        _, addresses, storages = found
+        _, addresses, storages = seen
         if last.shares_memory(zip(addresses, last.dense_bytes, strict=True)):
             return None  # `read` says it
         return Gradients(last, np.array(addresses, np.int64), [], storages)
@@ -120,16 +120,16 @@ class TensorReader(GradientReader):
                     wrong = "has a wrong shape"
                     reject(ValueError, self._where, name, wrong, p.shape, g.shape, _LOOKUP)
                 check_memory(self._where, name, g)
-        found = _looked_at(gradients)
+        seen = _scanned(gradients)
         arrays = tuple(host_array(g) if isinstance(g, Tensor) else g for g in gradients)
-        given = super().read_like_last(arrays) or super().read(arrays, added)
+        result = super().read_like_last(arrays) or super().read(arrays, added)
         # Unless another thread has given a tensor other memory meanwhile.
-        is_seen = found is not None and found[1] == list(map(address_of, arrays))
-        self._seen = found[0] if found is not None and is_seen else None
-        return given
+        is_seen = seen is not None and seen[1] == list(map(address_of, arrays))
+        self._seen = seen[0] if seen is not None and is_seen else None
+        return result
 
 
-def _looked_at(gradients: Iterable[Any]) -> tuple[list[Any], list[int], list[Any]] | None:
+def _scanned(gradients: Iterable[Any]) -> tuple[list[Any], list[int], list[Any]] | None:
     """Kinds and addresses of dense gradients, and the storages that hold their memory.
 
     None if they are not all plain tensors that lie in their storages. A storage holds the memory
@@ -161,7 +161,7 @@ class Binding:
 
     def __init__(self, outer: Any, make: Any, options: dict[str, Any], follows: Follows) -> None:
         self.where = outer.cls_name
-        self._follows, self._turn = follows, RLock()
+        self._follows, self._exclusive = follows, RLock()
         self._weights = tuple(outer.parameters)
         parameters = [Parameter(shared_array(self.where, w), w.name) for w in self._weights]
         rates = outer.get_lr_parameter(list(self._weights))
@@ -171,7 +171,7 @@ class Binding:
         self._check_names(rates)
         outer._make_states(self.inner)
         self._find(outer, rates)
-        self._look()
+        self._check_memory()
 
     def has(self, value: Any) -> bool:
         """Whether a value is, or begins with, a tensor that a step works on."""
@@ -181,17 +181,17 @@ class Binding:
     def _check_names(self, rates: Iterable[Any]) -> None:
         """Refuse a parameter with the name of a state: MindSpore has one tensor for each name."""
         inner = self.inner
-        own = [name for i in range(len(self._weights)) for name in inner.states_by_name(i)]
-        own += ["global_step", *self._follows(inner, 0), *inner.numbers]
-        own += {rate.name for rate in rates if isinstance(rate, mindspore.Parameter)}
-        (name, count), *_ = Counter([*own, *(w.name for w in self._weights)]).most_common(1)
+        names = [name for i in range(len(self._weights)) for name in inner.states_by_name(i)]
+        names += ["global_step", *self._follows(inner, 0), *inner.numbers]
+        names += {rate.name for rate in rates if isinstance(rate, mindspore.Parameter)}
+        (name, count), *_ = Counter([*names, *(w.name for w in self._weights)]).most_common(1)
         if count > 1:
             wrong, expected = "has the name of a state", "another name"
             reject(ValueError, self.where, f"parameter {name!r}", wrong, expected, name)
 
     def _find(self, outer: Any, rates: Sequence[Any]) -> None:
         """Find the tensor of MindSpore for each array of the optimizer."""
-        inner, known = self.inner, {p.name: p for p in outer.get_parameters()}
+        inner, tensors = self.inner, {p.name: p for p in outer.get_parameters()}
         self._tensors, self._arrays = [*self._weights], [p.array for p in inner.parameters]
         self._places: list[Any] = []
 
@@ -204,22 +204,22 @@ class Binding:
             role: [
                 None
                 if array is None
-                else index_of(known[inner._state_name(role, str(p.name))], array)
+                else index_of(tensors[inner._state_name(role, str(p.name))], array)
                 for p, array in zip(inner.parameters, arrays, strict=True)
             ]
             for role, arrays in inner._states.items()
         }
-        self._numbers = {name: index_of(known[name], a) for name, a in inner.numbers.items()}
+        self._numbers = {name: index_of(tensors[name], a) for name, a in inner.numbers.items()}
         self._step_at = index_of(outer.global_step, inner.global_step)
-        own = {id(o.rate): o.rate for o in inner._groups.options if isinstance(o.rate, Parameter)}
+        ours = {id(o.rate): o.rate for o in inner._groups.options if isinstance(o.rate, Parameter)}
         theirs = {id(o.rate): t for o, t in zip(inner._groups.options, rates, strict=True)}
-        self._rates = {index_of(theirs[key]): rate for key, rate in own.items()}
+        self._rates = {index_of(theirs[key]): rate for key, rate in ours.items()}
         self._following = {
-            name: index_of(known[name]) for name in self._follows(inner, 0) if name in known
+            name: index_of(tensors[name]) for name in self._follows(inner, 0) if name in tensors
         }
         self._options = [self._following[name] for name in inner._derived_state(0)]
 
-    def _look(self) -> None:
+    def _check_memory(self) -> None:
         """Wait for what MindSpore has queued, and work on its memory as it lies now.
 
         Raises:
@@ -275,15 +275,15 @@ class Binding:
 
     def step(self, gradients: Any, call: Callable[[tuple[Any, ...]], tuple[bool, ...]]) -> Any:
         """A step by ``call``, after everything that MindSpore has queued; one at a time."""
-        given = gradients_of(self.where, gradients, len(self._weights))
-        if any(type(g) is not Tensor for g in given):
+        arrays = gradients_of(self.where, gradients, len(self._weights))
+        if any(type(g) is not Tensor for g in arrays):
             names = [f"gradient of {w.name!r}" for w in self._weights]
-            given = tuple(map(partial(_row_tensor, self.where), names, given))
-        with self._turn:
-            self._look()
+            arrays = tuple(map(partial(_row_tensor, self.where), names, arrays))
+        with self._exclusive:
+            self._check_memory()
             before = self._count()
             try:
-                return call(given)
+                return call(arrays)
             finally:  # an interrupt may have come after the step
                 done = int(self._arrays[self._step_at][0])
                 if done != before:

@@ -85,13 +85,13 @@ class Lamb(Fused, nn.Lamb, step=layerwise.Lamb):
 class LARS(Fused, nn.LARS, step=layerwise.LARS):  # type: ignore[arg-type]
     """`mindspore.nn.LARS` around an optimizer of this module; MindSpore's has no step on a CPU."""
 
-    def _bound(self, given: dict[str, Any]) -> tuple[Binding, Any]:
-        optimizer = given.pop("optimizer")
+    def _bound(self, arguments: dict[str, Any]) -> tuple[Binding, Any]:
+        optimizer = arguments.pop("optimizer")
         if not isinstance(optimizer, Fused):
             wrong, expected = "has a wrong type", "one of fusestep.nn.mindspore"
             reject(TypeError, "LARS", "optimizer", wrong, expected, type(optimizer).__name__)
         binding: Any = optimizer._binding  # one for both: either may find that memory has moved
-        return binding, layerwise.LARS(binding.inner, **given)
+        return binding, layerwise.LARS(binding.inner, **arguments)
 
 
 class LazyAdam(Fused, nn.LazyAdam, step=adam.LazyAdam):

@@ -69,18 +69,18 @@ class Fused(nn.Optimizer):
         reject_unknown(where, options, signature.parameters)
         bound = signature.bind(*arguments, **options)
         bound.apply_defaults()
-        given = _for_mindspore(bound.arguments)
-        self._begin(given)
-        binding, call = self._bound(given)
+        checked = _for_mindspore(bound.arguments)
+        self._begin(checked)
+        binding, call = self._bound(checked)
         object.__setattr__(self, "_call", call)
         object.__setattr__(self, "_binding", binding)
 
-    def _begin(self, given: Mapping[str, Any]) -> None:
+    def _begin(self, arguments: Mapping[str, Any]) -> None:
         """Have MindSpore read the arguments, and make states."""
         kinds = self.__signature__.parameters
         theirs = {
             name: value
-            for name, value in given.items()
+            for name, value in arguments.items()
             if kinds[name].kind is not inspect.Parameter.KEYWORD_ONLY or name in _BY_KEYWORD
         }
         super().__init__(**theirs)
@@ -88,8 +88,8 @@ class Fused(nn.Optimizer):
     def _make_states(self, inner: FusedOptimizer) -> None:
         """Make the states that MindSpore has not made: none."""
 
-    def _bound(self, given: dict[str, Any]) -> tuple[Binding, Any]:
-        binding = Binding(self, self._step_type, given, self._follows)
+    def _bound(self, arguments: dict[str, Any]) -> tuple[Binding, Any]:
+        binding = Binding(self, self._step_type, arguments, self._follows)
         return binding, binding.inner
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -198,7 +198,7 @@ def check_context(where: str) -> None:
         reject(RuntimeError, where, "the parallel mode", wrong, "'stand_alone'", repr(mode))
 
 
-def _for_mindspore(given: Mapping[str, Any]) -> dict[str, Any]:
+def _for_mindspore(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments with each schedule that is not MindSpore's in a Cell."""
     return {
         name: [_group(part) for part in value]
@@ -206,7 +206,7 @@ def _for_mindspore(given: Mapping[str, Any]) -> dict[str, Any]:
         else _schedule(value)
         if name in ("learning_rate", "weight_decay")
         else value
-        for name, value in given.items()
+        for name, value in arguments.items()
     }
 
 

@@ -144,7 +144,7 @@ class Updater:
         Reading them can execute nothing. The counts of updates come with the states, so the bias
         correction goes on where it was; hyper-parameters and the scheduler stay those of the
         optimizer. One that MXNet has pickled (``dump_optimizer=True``, and ``save_states`` of
-        Gluon's ``Trainer``) is not made anew: its counts are read, and nothing else of it. For
+        Gluon's ``Trainer``) is not rebuilt: its counts are read, and nothing else of it. For
         files without, ``begin_num_update`` of the optimizer says how many updates were done.
 
         The states of a weight on a device are moved there when it is next updated.

@@ -41,11 +41,11 @@ class SequentialLR(StepSchedule):
 
     def __init__(self, schedules: Sequence[Schedule | float], milestones: Sequence[int]) -> None:
         where = type(self).__name__
-        given = list_or_tuple(where, "schedules", schedules)
-        if not given:
+        items = list_or_tuple(where, "schedules", schedules)
+        if not items:
             reject(ValueError, where, "schedules", "is empty", "at least one schedule", "none")
-        self.schedules = tuple(_schedule(where, f"schedules[{k}]", s) for k, s in enumerate(given))
-        self.milestones = _milestones(where, milestones, len(given) - 1)
+        self.schedules = tuple(_schedule(where, f"schedules[{k}]", s) for k, s in enumerate(items))
+        self.milestones = _milestones(where, milestones, len(items) - 1)
 
     def _at(self, step: int) -> float:
         k = bisect_right(self.milestones, step)
@@ -65,15 +65,15 @@ def _schedule(where: str, name: str, value: Any) -> Schedule | float:
 
 
 def _milestones(where: str, milestones: Any, count: int) -> tuple[int, ...]:
-    given = list_or_tuple(where, "milestones", milestones)
-    if len(given) != count:
+    items = list_or_tuple(where, "milestones", milestones)
+    if len(items) != count:
         expected = f"{count}, one fewer than the schedules"
-        reject(ValueError, where, "milestones", "has a wrong length", expected, len(given))
-    found: list[int] = []
-    for k, value in enumerate(given):
+        reject(ValueError, where, "milestones", "has a wrong length", expected, len(items))
+    steps: list[int] = []
+    for k, value in enumerate(items):
         milestone = positive_int(where, f"milestones[{k}]", value)
-        if found and milestone <= found[-1]:
-            expected = f"more than {found[-1]}, the one before"
+        if steps and milestone <= steps[-1]:
+            expected = f"more than {steps[-1]}, the one before"
             reject(ValueError, where, f"milestones[{k}]", "is out of order", expected, milestone)
-        found.append(milestone)
-    return tuple(found)
+        steps.append(milestone)
+    return tuple(steps)

@@ -24,7 +24,7 @@ class ClippedConditioning(Conditioning):
     def _parts(self, decays: bool) -> Prologue:
         return (*super()._parts(decays), TRUST)
 
-    def complete(self, call: KernelCall, column: dict[str, int]) -> None:
+    def fill_measured_scalars(self, call: KernelCall, column: dict[str, int]) -> None:
         """Fill in the factor of each tensor: 1 over its norm where that is above 1."""
         batch, hp, before = call.batch, call.update.hp, self.prologue[:-1]
         fields = [name for part in before for name in part.hp]

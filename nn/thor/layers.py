@@ -28,7 +28,7 @@ class ThorLayer:
     twice and those of accumulated gradients.
 
     Of a weight on a CUDA device the factors are kept on the host: what is captured is copied
-    there, which waits. Ids of an embedding are looked at then; in the steps between only shapes
+    there, which waits. Ids of an embedding are checked then; in the steps between only shapes
     and dtypes are checked.
 
     Attributes:

@@ -20,7 +20,7 @@ from ...ops.runtime.launch import launch_on
 from ...ops.runtime.row_step import RowGradient
 from ..base.arguments import Checked, Fixed, check_kind, non_negative_float, positive_int
 from ..base.file_set import maker_of_states
-from ..base.numbers import number_of
+from ..base.numbers import item
 from ..base.parameter import Parameter
 from ..base.rates import value_at
 from ..base.stateful import StateOfEach
@@ -133,7 +133,7 @@ class Thor(FusedOptimizer):
     def _options(self, step: int) -> LayerOptions:
         damping = value_at(NAME, "damping", self.damping, step)
         check.in_range(NAME, "damping", damping, damping > 0.0, "above 0")
-        loss_scale = number_of(self._loss_scale)
+        loss_scale = item(self._loss_scale)
         return LayerOptions(damping, self.batch_size, loss_scale, self._scratch)
 
     def request_refresh(self) -> None:

@@ -210,8 +210,8 @@ class FTRL(Fused, torch.optim.Optimizer):
         rule = ftrl_rules.FTRL
         if keeping := choice.rule.keeping:
             rule = rule.kept(keeping)
-        own = choice._replace(rule=rule, states=rule.names)
-        return super()._new_state(group, parameter, own)
+        chosen = choice._replace(rule=rule, states=rule.names)
+        return super()._new_state(group, parameter, chosen)
 
     def initial(self, role: str, group: Group) -> float:
         return float(group["initial_accumulator_value"]) if role == "accum" else 0.0

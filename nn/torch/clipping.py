@@ -28,9 +28,9 @@ from .engine.clipping import (
     VALUE,
     Clipping,
     NamedGradient,
+    checked_number,
     limit_of,
     norm_of,
-    number_of,
     within,
 )
 from .engine.table_rows import optimizers
@@ -100,10 +100,10 @@ def clip_grad_norm_(
         return _norm_outside_of_graphs(parameters, max_norm, optimizer=optimizer, **options)
     del foreach
     limit = limit_of(NORM, "max_norm", max_norm)
-    order = number_of(NORM, "norm_type", norm_type)
+    order = checked_number(NORM, "norm_type", norm_type)
     check.in_range(NORM, "norm_type", order, order > 0.0, "above 0, such as 1, 2 or inf")
     every = _given(NORM, parameters)
-    measured = [own for own in every if own[2] is not None]
+    measured = [item for item in every if item[2] is not None]
     owners = _owners(every, optimizer)
     by_factor: dict[float, list[NamedGradient]] = {}
     before: dict[int, set[float]] = {}
@@ -111,12 +111,12 @@ def clip_grad_norm_(
         for _, p, gradient in has:
             # In memory a gradient is still that of before an earlier call for the same step.
             clipping = each._clipping
-            known = 1.0 if clipping is None else clipping.known(p, gradient)
-            before.setdefault(id(p), set()).add(1.0 if known is None else known)
+            scale = 1.0 if clipping is None else clipping.known(p, gradient)
+            before.setdefault(id(p), set()).add(1.0 if scale is None else scale)
     for one in measured:
-        factor, *others = found = before.get(id(one[1]), {1.0})
+        factor, *others = factors = before.get(id(one[1]), {1.0})
         if others:
-            reject(ValueError, NORM, "optimizer", "were clipped apart", "one factor", found)
+            reject(ValueError, NORM, "optimizer", "were clipped apart", "one factor", factors)
         by_factor.setdefault(factor, []).append(one)
     norms = [x * norm_of(group, order) for x, group in by_factor.items()]
     norm = norms[0] if len(norms) == 1 else float(np.linalg.norm(norms, order)) if norms else 0.0
@@ -129,7 +129,7 @@ def clip_grad_norm_(
     factor = min(limit / (norm + 1e-6), 1.0)  # a NaN stays one
     if optimizer is None and factor != 1.0:
         written = _writable(NORM, measured, zeros_stay=math.isfinite(factor))
-        memory.check_apart(NORM, [memory.Stretch.of(_elements(g), name) for name, _, g in written])
+        memory.check_no_alias(NORM, [memory.Span.of(_elements(g), name) for name, _, g in written])
         for _, _, gradient in written:
             local(gradient).mul_(factor)
     already = {id(p): x for x, group in by_factor.items() for _, p, _ in group}
@@ -187,8 +187,8 @@ def clip_grad_value_(
         return
     del foreach
     limit = limit_of(VALUE, "clip_value", clip_value)
-    every = [(*own[:2], _here(*own)) for own in _given(VALUE, parameters) if own[2] is not None]
-    sparse = {id(own[2]): within(limit, *own) for own in every if own[2].is_sparse}
+    every = [(*item[:2], _here(*item)) for item in _given(VALUE, parameters) if item[2] is not None]
+    sparse = {id(item[2]): within(limit, *item) for item in every if item[2].is_sparse}
     for _, _, gradient in _writable(VALUE, every, zeros_stay=True):
         if (clipped := sparse.get(id(gradient))) is None:
             gradient.clamp_(-limit, limit)
@@ -214,13 +214,13 @@ def _given(where: str, parameters: Any) -> list[NamedGradient]:
     if not every and isinstance(parameters, GeneratorType):
         text = f"{where}: parameters is an empty generator, so nothing is clipped"
         warnings.warn(text, stacklevel=4)  # of the caller of what `no_grad` wraps
-    kinds, found = set(), dict[int, NamedGradient]()
+    kinds, named = set(), dict[int, NamedGradient]()
     for k, parameter in enumerate(every):
         if not isinstance(parameter, Tensor):
             got = type(parameter).__name__
             reject(TypeError, where, f"parameter {k}", "has a wrong type", "a tensor", got)
         name, gradient = f"gradient {k}", parameter.grad
-        found.setdefault(id(parameter), (name, parameter, gradient))
+        named.setdefault(id(parameter), (name, parameter, gradient))
         if gradient is None:
             continue
         kind = layout, dtype, device = gradient.layout, gradient.dtype, gradient.device
@@ -236,7 +236,7 @@ def _given(where: str, parameters: Any) -> list[NamedGradient]:
         if device.type == "cuda":
             refuse_captures([device])
         kinds.add(kind)
-    absent = {id(p) for _, p, g in found.values() if g is None and p.requires_grad}
+    absent = {id(p) for _, p, g in named.values() if g is None and p.requires_grad}
     for each in optimizers() if absent else ():
         bags = getattr(each, "_in_backward", None)
         updates = bags and getattr(bags(), "_updates", None)
@@ -244,17 +244,17 @@ def _given(where: str, parameters: Any) -> list[NamedGradient]:
             text = "tables of EmbeddingBags step in backward, before this, and are not clipped"
             fix = "; update_in_backward(optimizer, max_norm=...), or clip_value, clips them"
             warnings.warn(f"{where}: {text}{fix}", RuntimeWarning, stacklevel=4)
-    return [*found.values()]
+    return [*named.values()]
 
 
 def _owners(
-    given: Sequence[NamedGradient], optimizer: Any
+    gradients: Sequence[NamedGradient], optimizer: Any
 ) -> list[tuple[Any, list[NamedGradient]]]:
     """The optimizers whose next step scales, each with those of the parameters that it has."""
     if optimizer is None:
         return []
     several = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
-    wanted, owners, found = {id(own[1]): own for own in given}, [], set[int]()
+    wanted, owners, held = {id(item[1]): item for item in gradients}, [], set[int]()
     for each in several:
         if not isinstance(each, Fused):
             expected = "an optimizer of fusestep.nn.torch (not Thor), not what wraps one"
@@ -264,20 +264,20 @@ def _owners(
             reject(ValueError, NORM, "optimizer", "steps in backward", expected, got)
         keys = [id(p) for group in each.param_groups for p in group["params"]]
         owners.append((each, [wanted[key] for key in keys if key in wanted]))
-        found.update(keys)
-    if several and any(g is not None and id(p) not in found for _, p, g in given):
+        held.update(keys)
+    if several and any(g is not None and id(p) not in held for _, p, g in gradients):
         expected, got = "parameters of the optimizers", "one with a gradient that is in none"
         reject(ValueError, NORM, "parameters", "are not those of optimizer", expected, got)
     return owners
 
 
 def _writable(
-    where: str, given: Sequence[NamedGradient], *, zeros_stay: bool
+    where: str, gradients: Sequence[NamedGradient], *, zeros_stay: bool
 ) -> list[NamedGradient]:
     """Each gradient once, after a check that all can be written; not zeros without memory."""
-    found: dict[int, NamedGradient] = {}
-    for own in given:
-        name, _, gradient = own
+    named: dict[int, NamedGradient] = {}
+    for item in gradients:
+        name, _, gradient = item
         values = _elements(gradient)
         if memory.is_zerotensor(values):
             if zeros_stay:
@@ -289,8 +289,8 @@ def _writable(
         if lies_on_itself or (values.is_inference() and not torch.is_inference_mode_enabled()):
             got = "elements that share memory" if lies_on_itself else "an inference tensor"
             reject(RuntimeError, where, name, "cannot be written", "memory of its own", got)
-        found.setdefault(id(gradient), own)
-    return [*found.values()]
+        named.setdefault(id(gradient), item)
+    return [*named.values()]
 
 
 def _elements(gradient: Any) -> Tensor:

@@ -308,7 +308,7 @@ class GrowingEmbedding(nn.Embedding):
         if self._drawn is not None and self.initial is self._drawn:
             self.initial = self._drawn = UniformRows(self._drawn.bound, seed)
         if self.shard is not None:
-            self.shard.form["seed"] = seed
+            self.shard.signature["seed"] = seed
 
     def grow(self, capacity: int) -> None:
         """Have more rows; so have the states of the optimizer of `nn.torch` that has the table.

@@ -134,20 +134,20 @@ class averaged(AveragedModel):  # noqa: N801
         """The map of a table, its rows in use, their means, and times with this update."""
         state = theirs.ids.state_dict()
         rows, before = (tensor_of(x).long() for x in (state["rows"], mine.ids.find(state["ids"])))
-        found, times = theirs.weight[rows], times[before]
+        means, times = theirs.weight[rows], times[before]
         # Ids that have come back since the last update begin anew.
         lost = state["removed"][state["removed_steps"] > mine.ids.step]
         times[tensor_of(np.isin(state["ids"], lost))] = 0
         for n in times.unique():
-            at = times == n
-            old, new = mine.weight[before[at]], found[at]
+            same = times == n
+            old, new = mine.weight[before[same]], means[same]
             if n and self.multi_avg_fn is not None:
                 self.multi_avg_fn([old], [new], n)
-                found[at] = old
+                means[same] = old
             elif n:
-                found[at] = (self.avg_fn or get_swa_avg_fn())(old, new, n)
+                means[same] = (self.avg_fn or get_swa_avg_fn())(old, new, n)
         of_rows = times.new_zeros(int(state["next_row"][0])).index_copy(0, rows, times + 1)
-        return state, rows, found, of_rows
+        return state, rows, means, of_rows
 
 
 def _growing(model: nn.Module) -> list[GrowingEmbedding]:

@@ -1,4 +1,4 @@
-"""Arrays on CUDA devices, in one form for all frameworks, and the streams of their calls."""
+"""Arrays on CUDA devices, in one class for all frameworks, and the streams of their calls."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Flags(NamedTuple):
     writeable: bool
 
 
-class DeviceForm(NamedTuple):
+class DeviceLayout(NamedTuple):
     """All of a device array but its memory."""
 
     framework: Framework
@@ -56,8 +56,8 @@ class DeviceForm(NamedTuple):
     nbytes: int
 
     @classmethod
-    def of(cls, framework: Framework, place: Place) -> DeviceForm:
-        """The form of an array at a place."""
+    def of(cls, framework: Framework, place: Place) -> DeviceLayout:
+        """The layout of an array at a place."""
         address, shape, strides, dtype, device, writable, stream = place
         size, n_bytes = math.prod(shape), dtype.itemsize
         compact = tuple(n_bytes * math.prod(shape[k + 1 :]) for k in range(len(shape)))
@@ -70,8 +70,8 @@ class DeviceForm(NamedTuple):
         return cls(*kind, len(shape), size, size * n_bytes)
 
 
-def _of_form(name: str, doc: str) -> Any:
-    return property(attrgetter(f"form.{name}"), doc=doc)  # read without a call of Python
+def _of_layout(name: str, doc: str) -> Any:
+    return property(attrgetter(f"layout.{name}"), doc=doc)  # read without a call of Python
 
 
 class DeviceArray:
@@ -82,25 +82,25 @@ class DeviceArray:
     """
 
     __slots__ = (
-        "address", "base", "device", "dtype", "flags", "form", "nbytes", "ndim", "owner", "shape",
+        "address", "base", "device", "dtype", "flags", "layout", "nbytes", "ndim", "owner", "shape",
     )  # fmt: skip
 
-    framework = _of_form("framework", "The framework of the adopted array.")
-    stream = _of_form("stream", "The handle of a stream that belongs to the array itself, or None.")
-    strides = _of_form("strides", "Bytes from one element to the next, by dimension.")
-    size = _of_form("size", "The number of elements.")
-    itemsize = _of_form("dtype.itemsize", "Bytes of an element.")
+    framework = _of_layout("framework", "The framework of the adopted array.")
+    stream = _of_layout("stream", "The handle of a stream of the array itself, or None.")
+    strides = _of_layout("strides", "Bytes from one element to the next, by dimension.")
+    size = _of_layout("size", "The number of elements.")
+    itemsize = _of_layout("dtype.itemsize", "Bytes of an element.")
 
-    def __init__(self, owner: Any, form: DeviceForm, address: int, base: int) -> None:
-        self.owner, self.form, self.address, self.base = owner, form, address, base
+    def __init__(self, owner: Any, layout: DeviceLayout, address: int, base: int) -> None:
+        self.owner, self.layout, self.address, self.base = owner, layout, address, base
         # What every call reads is found at once.
-        _, _, self.device, self.dtype, self.shape, _, self.flags, self.ndim, _, self.nbytes = form
+        _, _, self.device, self.dtype, self.shape, _, self.flags, self.ndim, _, self.nbytes = layout
 
     @classmethod
     def at(cls, owner: Any, framework: Framework, place: Place) -> DeviceArray:
         """An array in the memory of ``owner``, an array of a framework."""
         base = framework.address(owner) or 0
-        return cls(owner, DeviceForm.of(framework, place), place.address, base)
+        return cls(owner, DeviceLayout.of(framework, place), place.address, base)
 
     @classmethod
     def adopt(cls, where: str, name: str, value: Any) -> DeviceArray | None:
@@ -113,17 +113,17 @@ class DeviceArray:
         if lacking := lacks():
             wrong, expected, got = "lives on a CUDA device", "an array on the host", type(value)
             reject(RuntimeError, where, name, wrong, expected, got.__name__, f"; {lacking}")
-        kind = framework, framework.form(value)
-        form = _known.get(kind)
-        if form is not None:
+        kind = framework, framework.signature(value)
+        layout = _known.get(kind)
+        if layout is not None:
             address = framework.address(value)
-            if lie_on(form, (address,)):
-                return cls(value, form, address, address)
+            if lie_on(layout, (address,)):
+                return cls(value, layout, address, address)
         made = cls.at(value, framework, framework.place(where, name, value))
         if made.address and made.flags.aligned:
             if len(_known) >= _MOST_KNOWN:
                 _known.clear()
-            _known[kind] = made.form
+            _known[kind] = made.layout
         return made
 
     def __len__(self) -> int:
@@ -147,10 +147,10 @@ class DeviceArray:
         }
 
     @property
-    def look(self) -> Any:
-        """The form of the adopted array for its framework; None if it was copied, or is a part."""
+    def signature(self) -> Any:
+        """The signature of the array for its framework; None if it was copied, or is a part."""
         is_whole = self.base == self.address and self.flags.c_contiguous
-        return self.framework.form(self.owner) if is_whole else None
+        return self.framework.signature(self.owner) if is_whole else None
 
     @property
     def has_moved(self) -> bool:
@@ -158,10 +158,10 @@ class DeviceArray:
         return bool((self.framework.address(self.owner) or 0) != self.base)
 
     def followed(self, where: str, name: str) -> DeviceArray:
-        """This array, or one of its form in the memory that was exchanged for its own.
+        """This array, or one of its layout in the memory that was exchanged for its own.
 
         Raises:
-            TypeError, ValueError, RuntimeError: that has another form, or there is none.
+            TypeError, ValueError, RuntimeError: that has another layout, or there is none.
         """
         if not self.has_moved:
             return self
@@ -171,18 +171,19 @@ class DeviceArray:
         if place.dtype not in (self.dtype, carrier_of(self.dtype)):
             reject(TypeError, where, name, "has a wrong dtype", self.dtype, place.dtype)
         made = DeviceArray.at(self.owner, self.framework, place._replace(dtype=self.dtype))
-        if made.form != self.form:
+        if made.layout != self.layout:
             wrong, got = "lies otherwise than before", f"{made.flags} on device {made.device}"
             reject(ValueError, where, name, wrong, f"{self.flags} on device {self.device}", got)
         return made
 
     def is_like(self, other: Any) -> bool:
         """Whether another array differs in its place alone."""
-        return type(other) is DeviceArray and (other.form is self.form or other.form == self.form)
+        layout = self.layout
+        return type(other) is DeviceArray and (other.layout is layout or other.layout == layout)
 
     def without_owner(self) -> DeviceArray:
         """An array that tells the stream of this one, and does not keep it alive."""
-        return DeviceArray(None, self.form, 0, 0)
+        return DeviceArray(None, self.layout, 0, 0)
 
     def contiguous(self, where: str, name: str) -> DeviceArray:
         """This array, or a C-contiguous copy, if the framework can make one.
@@ -247,8 +248,8 @@ class DeviceArray:
     def part(self, elements: slice) -> DeviceArray:
         """A view of some consecutive elements of a contiguous array of 1 dimension."""
         n, like = elements.stop - elements.start, (self.dtype, self.device, self.flags.writeable)
-        at = self.address + elements.start * self.itemsize
-        return DeviceArray.at(self.owner, self.framework, Place(at, (n,), None, *like, self.stream))
+        place = Place(self.address + elements.start * self.itemsize, (n,), None, *like, self.stream)
+        return DeviceArray.at(self.owner, self.framework, place)
 
     def native(self) -> Any:
         """The array of the framework, or this one if the framework has no such dtype."""
@@ -286,20 +287,20 @@ class DeviceArray:
         return _to_device, (self.numpy(), self.device)
 
 
-_known: dict[tuple[Framework, Any], DeviceForm] = {}  # by framework and `Framework.form`
+_known: dict[tuple[Framework, Any], DeviceLayout] = {}  # by framework and `Framework.signature`
 _MOST_KNOWN = 1_024
 
 
-def lie_on(form: DeviceForm, addresses: Sequence[int]) -> bool:
-    """Whether arrays of a form that is known, now at these addresses, are on its device still.
+def lie_on(layout: DeviceLayout, addresses: Sequence[int]) -> bool:
+    """Whether arrays of a layout that is known, now at these addresses, are on its device still.
 
-    Whether they have memory, and are aligned, is asked too, since no form tells it.
+    Whether they have memory, and are aligned, is asked too, since no layout tells it.
     """
-    n_bytes = form.dtype.itemsize
+    n_bytes = layout.dtype.itemsize
     # Aligned are those that the size divides: a greatest common divisor is found by code of C.
     if not all(addresses) or math.gcd(n_bytes, *addresses) < n_bytes:
         return False
-    return form.framework.tells_device or cuda.device.backend.are_on(form.device, addresses)
+    return layout.framework.tells_device or cuda.device.backend.are_on(layout.device, addresses)
 
 
 def _to_device(array: np.ndarray, device: int) -> DeviceArray:
@@ -314,14 +315,14 @@ def _new(
 ) -> DeviceArray:
     with on_device(device):
         owner, address = framework.empty(shape, dtype, device)
-    own = framework_of(owner) or framework  # Numba's simulator has a framework of its own
-    return DeviceArray.at(owner, own, Place(address, shape, None, dtype, device, True))
+    made_by = framework_of(owner) or framework  # Numba's simulator has a framework of its own
+    return DeviceArray.at(owner, made_by, Place(address, shape, None, dtype, device, True))
 
 
 def alike_on_device(values: Sequence[Any]) -> list[DeviceArray] | None:
-    """Arrays of one framework and one form that was seen, if they can be updated in place.
+    """Arrays of one framework and one layout that was seen, if they can be updated in place.
 
-    None says nothing: whatever is not known at a look is adopted and checked one by one.
+    None says nothing: whatever is not known at once is adopted and checked one by one.
     """
     kind = type(values[0])
     framework = known_framework(kind)
@@ -329,16 +330,16 @@ def alike_on_device(values: Sequence[Any]) -> list[DeviceArray] | None:
         return None
     if framework is TORCH and not values[0].is_cuda:
         return None
-    form_of, like = framework.form, framework.form(values[0])
-    form = _known.get((framework, like))
-    if form is None or form.dtype not in STORAGES or form.flags != _WHOLE:
+    signature_of, like = framework.signature, framework.signature(values[0])
+    layout = _known.get((framework, like))
+    if layout is None or layout.dtype not in STORAGES or layout.flags != _WHOLE:
         return None
-    if [*map(form_of, values)].count(like) < len(values):
+    if [*map(signature_of, values)].count(like) < len(values):
         return None
     addresses = [*map(framework.address, values)]
-    if not lie_on(form, addresses):
+    if not lie_on(layout, addresses):
         return None
-    return [DeviceArray(value, form, at, at) for value, at in zip(values, addresses, strict=True)]
+    return [DeviceArray(x, layout, a, a) for x, a in zip(values, addresses, strict=True)]
 
 
 _WHOLE = Flags(c_contiguous=True, aligned=True, writeable=True)
@@ -398,10 +399,10 @@ class launching:  # noqa: N801  (used as a function)
     """
 
     def __init__(self, arrays: Sequence[DeviceArray]) -> None:
-        forms = [array.form for array in arrays]
-        first = forms[0]
-        # Most arrays of a call share one form.
-        others = [form for form in forms if form is not first]
+        layouts = [array.layout for array in arrays]
+        first = layouts[0]
+        # Most arrays of a call share one layout.
+        others = [layout for layout in layouts if layout is not first]
         self._kinds = dict.fromkeys([(f.framework, f.stream) for f in (first, *others)])
         self._device = first.device
 

@@ -53,16 +53,16 @@ def reject(
 
 
 def reject_unknown(
-    where: str, unknown: Mapping[str, Any], known: Callable[..., Any] | Iterable[str]
+    where: str, unknown: Mapping[str, Any], allowed: Callable[..., Any] | Iterable[str]
 ) -> None:
     """Raise for the first name that is not known and suggest the nearest known one.
 
-    ``known`` are names, or the class or function whose signature ends with ``**unknown``.
+    ``allowed`` are names, or the class or function whose signature ends with ``**unknown``.
     """
     if not unknown:
         return
-    names = list(inspect.signature(known).parameters)[:-1] if callable(known) else list(known)
-    for name in (name for name in unknown if callable(known) or name not in names):
+    names = list(inspect.signature(allowed).parameters)[:-1] if callable(allowed) else list(allowed)
+    for name in (name for name in unknown if callable(allowed) or name not in names):
         near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.4)
         near = [_ALIASES[name]] if _ALIASES.get(name) in names else near
         hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -22,7 +22,7 @@ from .errors import message, reject
 
 
 class Place(NamedTuple):
-    """The place and form of a device array."""
+    """The place and layout of a device array."""
 
     address: int
     shape: tuple[int, ...]
@@ -40,33 +40,33 @@ class Framework:
     are given by their handles.
     """
 
-    tells_device = False  # whether `form` has the device
+    tells_device = False  # whether `signature` has the device
 
     def place(self, where: str, name: str, value: Any) -> Place:
         """The place of ``value``."""
-        found = value.__cuda_array_interface__
-        if found.get("mask") is not None:
+        interface = value.__cuda_array_interface__
+        if interface.get("mask") is not None:
             reject(TypeError, where, name, "is masked", "an array without a mask", "masked array")
-        address, read_only = found["data"]
-        address, shape, strides = address or 0, tuple(found["shape"]), found.get("strides")
+        address, read_only = interface["data"]
+        address, shape, strides = address or 0, tuple(interface["shape"]), interface.get("strides")
         if not address and math.prod(shape):
             reject(RuntimeError, where, name, "has no memory", f"an array of {shape}", "address 0")
-        dtype = _interface_dtype(where, name, value, found["typestr"])
+        dtype = _interface_dtype(where, name, value, interface["typestr"])
         device = cuda.device.backend.device_at(address)  # the current one for address 0
-        at = address, shape, None if strides is None else tuple(strides)
-        return Place(*at, dtype, device, not read_only, found.get("stream"))
+        layout = address, shape, None if strides is None else tuple(strides)
+        return Place(*layout, dtype, device, not read_only, interface.get("stream"))
 
     # A step asks for both of every array, so code of C answers where it can.
-    def form(self, value: Any) -> Any:
-        """All of the place of ``value`` but its address, in a form that can be compared.
+    def signature(self, value: Any) -> Any:
+        """All of the place of ``value`` but its address, to be compared.
 
         The device is in it only if the framework ``tells_device``.
         """
-        found = value.__cuda_array_interface__
+        interface = value.__cuda_array_interface__
         # The letter of the interface does not tell dtypes apart that NumPy does not have.
-        kind = found["typestr"], getattr(value, "dtype", None), found["data"][1]
-        is_whole = found.get("mask") is None
-        return tuple(found["shape"]), found.get("strides"), *kind, found.get("stream"), is_whole
+        kind = interface["typestr"], getattr(value, "dtype", None), interface["data"][1]
+        is_whole, stream = interface.get("mask") is None, interface.get("stream")
+        return tuple(interface["shape"]), interface.get("strides"), *kind, stream, is_whole
 
     def address(self, value: Any) -> int:
         """The address of ``value`` now; 0 or None where it has no memory."""
@@ -97,7 +97,7 @@ class Framework:
 class _Numba(Framework):
     """Arrays of Numba, whose interface takes longer than all else of a step."""
 
-    form: Any = attrgetter("shape", "strides", "dtype", "stream")
+    signature: Any = attrgetter("shape", "strides", "dtype", "stream")
     address: Any = attrgetter("gpu_data.device_ctypes_pointer.value")
 
 
@@ -112,10 +112,10 @@ class _Torch(Framework):
         check_there(where, name, value)
         dtype = _torch_dtype(where, name, str(value.dtype))
         strides = tuple(n * dtype.itemsize for n in value.stride())
-        at = value.data_ptr(), tuple(value.shape), None if value.is_contiguous() else strides
-        return Place(*at, dtype, value.device.index, True)
+        layout = value.data_ptr(), tuple(value.shape), None if value.is_contiguous() else strides
+        return Place(*layout, dtype, value.device.index, True)
 
-    def form(self, value: Any) -> Any:
+    def signature(self, value: Any) -> Any:
         try:
             there = value.untyped_storage().nbytes(), value.storage_offset()
         except RuntimeError:  # no memory: `place` says so
@@ -149,7 +149,7 @@ class _CuPy(Framework):
         strides = None if value.flags.c_contiguous else tuple(value.strides)
         return Place(value.data.ptr, value.shape, strides, dtype, value.device.id, True)
 
-    form: Any = attrgetter("shape", "strides", "dtype", "data.device_id")
+    signature: Any = attrgetter("shape", "strides", "dtype", "data.device_id")
     address: Any = attrgetter("data.ptr")
 
     def stream(self, device: int) -> int:
@@ -211,19 +211,19 @@ def framework_of(value: Any) -> Framework | None:
     # Known frameworks come before the interface, which has no letter for bfloat16 and does not tell
     # a framework's current stream.
     kind = type(value)
-    known = _of_types.get(kind)
-    if known is None:
+    framework = _of_types.get(kind)
+    if framework is None:
         if is_tensor(value):
-            known = _of_types[kind] = TORCH
+            framework = _of_types[kind] = TORCH
         elif isinstance(value, _class("cupy", "ndarray")):
-            known = _of_types[kind] = _CUPY
+            framework = _of_types[kind] = _CUPY
         elif getattr(value, "__cuda_array_interface__", None) is None:
             return None
         elif kind.__module__.startswith(("numba.", "numba_cuda.")):  # true of all of this class
-            known = _of_types[kind] = _NUMBA
+            framework = _of_types[kind] = _NUMBA
         else:
             return _INTERFACE
-    return None if known is TORCH and not value.is_cuda else known
+    return None if framework is TORCH and not value.is_cuda else framework
 
 
 _of_types: dict[type, Framework] = {}
@@ -247,21 +247,21 @@ def lacks() -> str:
 
 
 def _torch_dtype(where: str, name: str, dtype: str) -> np.dtype[Any]:
-    known = dtype.removeprefix("torch.")
-    if known in FOREIGN:
-        return FOREIGN[known]
+    letters = dtype.removeprefix("torch.")
+    if letters in FOREIGN:
+        return FOREIGN[letters]
     try:
-        found: np.dtype[Any] = np.dtype(known)
+        result: np.dtype[Any] = np.dtype(letters)
     except TypeError:
         wrong, expected = "has a wrong dtype", "a dtype that NumPy has"
         raise TypeError(message(where, name, wrong, expected, dtype)) from None
-    return found
+    return result
 
 
 def _interface_dtype(where: str, name: str, value: Any, typestr: str) -> np.dtype[Any]:
     # bfloat16 has no letter in the interface: torch and CuPy declare two bytes.
-    for known, foreign in FOREIGN.items():
-        if typestr.endswith(foreign.str[1:]) and known in str(getattr(value, "dtype", "")):
+    for foreign_name, foreign in FOREIGN.items():
+        if typestr.endswith(foreign.str[1:]) and foreign_name in str(getattr(value, "dtype", "")):
             return foreign
     dtype: np.dtype[Any] = np.dtype(typestr)
     if dtype.kind not in "fiub":

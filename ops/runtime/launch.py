@@ -50,7 +50,7 @@ def in_order(device: Any, stream: Any) -> Iterator[None]:
     Calls on one stream run one after the other anyway. A call on another stream is made to wait, on
     the device, for the last one before it; the host waits for nothing.
     """
-    with locks.turn():
+    with locks.exclusive():
         last = _last.get(device)
         if last is not None and not last.query():
             last.wait(stream)

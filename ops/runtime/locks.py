@@ -19,7 +19,7 @@ from .errors import reject
 _lock = threading.RLock()
 
 
-def turn() -> Any:
+def exclusive() -> Any:
     """The lock, to be entered by a ``with``.
 
     Raises:

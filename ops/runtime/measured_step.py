@@ -33,17 +33,17 @@ def measured_step(update: DenseUpdate, constants: Sequence[Constants]) -> Prepar
     if rule.takes:
         sizes = np.maximum(1, np.diff(update.variables.table.first)).tolist()
         for t, size in enumerate(sizes):
-            own = {state.name: arrays[t].item() for state, arrays in states}
+            stateful = {state.name: arrays[t].item() for state, arrays in states}
             scalars = {name: hp[t, column[name]].item() for name in rule.takes if name in column}
-            every.append({**scalars, **own, "size": size, **constants[t]})
-    found = _factors(rule, sums, every)
+            every.append({**scalars, **stateful, "size": size, **constants[t]})
+    results = _factors(rule, sums, every)
     for k, name in enumerate(rule.scaled_fields):
-        hp[:, column[name]] *= found[:, k]
+        hp[:, column[name]] *= results[:, k]
     step: Prepared = on_matrices or update.prepared()
     written = [arrays for state, arrays in states if not state.is_read]
     if not written:
         return step
-    new = found[:, len(rule.scaled_fields) :].T
+    new = results[:, len(rule.scaled_fields) :].T
     numbers = [
         (address_of(array), np.array([x]).astype(array.dtype))
         for arrays, values in zip(written, new, strict=True)
@@ -64,19 +64,19 @@ def measured_together(
         The new numbers of the optimizer, and the steps; None where the rule takes none.
     """
     rule = updates[0].rule
-    sums = np.zeros((1 + max(max(own) for own in places), rule.n_measured))
-    for update, own in zip(updates, places, strict=True):
-        sums[own] = update.sums()
+    sums = np.zeros((1 + max(max(indices) for indices in places), rule.n_measured))
+    for update, indices in zip(updates, places, strict=True):
+        sums[indices] = update.sums()
     total = sums.sum(axis=0, keepdims=True)
     if rule.rests is not None and rule.rests(*total[0].tolist()):
         return None
-    (found,) = _factors(rule, total, [constants])
+    (scales,) = _factors(rule, total, [constants])
     fields = rule.scaled_fields
     for update in updates:
         column = columns(rule, update.prologue)
-        for name, factor in zip(fields, found, strict=False):
+        for name, factor in zip(fields, scales, strict=False):
             update.hp[:, column[name]] *= factor
-    return found[len(fields) :], [update.prepared() for update in updates]
+    return scales[len(fields) :], [update.prepared() for update in updates]
 
 
 def _measured(update: DenseUpdate, constants: Constants) -> tuple[MatrixStep | None, np.ndarray]:
@@ -99,12 +99,12 @@ def _measured(update: DenseUpdate, constants: Constants) -> tuple[MatrixStep | N
 
 def _states_of_tensors(update: DenseUpdate) -> list[tuple[State, list[np.ndarray]]]:
     """The states that have one number for each tensor, with those of all tensors."""
-    found, variables = [], update.variables
-    for k, (state, own) in enumerate(zip(update.rule.states, variables.s, strict=True), 1):
+    by_state, variables = [], update.variables
+    for k, (state, values) in enumerate(zip(update.rule.states, variables.s, strict=True), 1):
         if state.per == "tensor":
             places = variables.table.addresses[:, k].tolist()
-            found.append((state, [number_at(place, own.dtype) for place in places]))
-    return found
+            by_state.append((state, [number_at(place, values.dtype) for place in places]))
+    return by_state
 
 
 def number_at(address: int, dtype: np.dtype[Any]) -> np.ndarray:
@@ -113,10 +113,10 @@ def number_at(address: int, dtype: np.dtype[Any]) -> np.ndarray:
     return np.ndarray((), dtype, memory)
 
 
-def _factors(rule: Rule, sums: np.ndarray, known: Sequence[Mapping[str, float]]) -> np.ndarray:
+def _factors(rule: Rule, sums: np.ndarray, named: Sequence[Mapping[str, float]]) -> np.ndarray:
     """The results of `factors`; an exception says from which function it comes."""
     try:
-        return factors(rule, sums, known)
+        return factors(rule, sums, named)
     except Exception as error:
         name = rule.factor.__name__  # type: ignore[union-attr]
         error.add_note(f"factor {name!r} raised it; nothing has changed")

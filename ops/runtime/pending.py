@@ -47,16 +47,16 @@ class _Guards:
 
     def settle(self) -> list[Exception]:
         """Wait for the device; returns the errors of all calls."""
-        guard, found = cuda.device.guard, np.empty_like(self._fresh)
+        guard, words = cuda.device.guard, np.empty_like(self._fresh)
         with on_device(self._device):
             cuda.numba.synchronize()
-            cuda.device.backend.copy_out(found, self.address, cuda.numba.default_stream())
+            cuda.device.backend.copy_out(words, self.address, cuda.numba.default_stream())
         calls = self.calls
         self._clear()
         return [
-            error(int(found[slot, guard.FOUND]), int(found[slot, guard.INDEX]))
+            error(int(words[slot, guard.FOUND]), int(words[slot, guard.INDEX]))
             for slot, error in calls
-            if found[slot, guard.FOUND] != guard.NOTHING
+            if words[slot, guard.FOUND] != guard.NOTHING
         ]
 
 

@@ -231,7 +231,7 @@ def run_updates(
         return
     ready = [*map(_prepared, updates)]
     if use_locking:
-        with locks.turn():
+        with locks.exclusive():
             commit(ready)
     else:
         commit(ready)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...kernels.cpu.dense import DenseStep, measure
+from ...kernels.cpu.dense import DenseStep, reduce_dense
 from ...kernels.cpu.matrices.step import MatrixTable
 from ...kernels.cpu.rows.arguments import RowTables
 from ...kernels.cpu.threads.parallel import Prepared
@@ -131,7 +131,7 @@ class DenseUpdate(NamedTuple):
 
     def sums(self) -> np.ndarray:
         """The sums that a two-stage rule measures: float64 ``[T, n_measured]``."""
-        return measure(self.kernel, self.variables.table, self.gradients, self.hp, self.hp_of)
+        return reduce_dense(self.kernel, self.variables.table, self.gradients, self.hp, self.hp_of)
 
     def prepared(self) -> Prepared:
         """The step on the host, ready for `commit`."""
@@ -189,7 +189,7 @@ def squares_at(storage: Storage, addresses: np.ndarray, sizes: np.ndarray) -> np
     hp = np.ones((1, 1), real_of(storage).dtype)
     compiled = kernel(SCALED, (), storage, storage, ())
     hp_of = np.zeros(len(addresses), np.int64)
-    sums: np.ndarray = measure(compiled, table, addresses, hp, hp_of)[:, 0]
+    sums: np.ndarray = reduce_dense(compiled, table, addresses, hp, hp_of)[:, 0]
     return sums
 
 
@@ -254,7 +254,7 @@ def tensor_step(
     step.hp[0] = hp
     step.prepare()
     if use_locking:
-        with locks.turn():
+        with locks.exclusive():
             step.run()
     else:
         step.run()

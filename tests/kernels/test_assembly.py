@@ -120,7 +120,7 @@ def test_sums_of_squares_are_vectorised(name, kind):
     measures rows does so in the block that updates them."""
     rule = RULES[name]
     compiled = blocks(kernel(rule, (), kind, kind, (kind,) * len(rule.states)))
-    block = compiled.measure or compiled.update
+    block = compiled.reduce or compiled.update
     assert_packed(block.assembly(), {"float64 addition" if rule.signed else "float64 FMA"})
 
 

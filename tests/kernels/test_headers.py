@@ -143,20 +143,20 @@ def test_expected_of_what_is_written():
 
 
 def test_overlaps():
-    stretches = np.array([[10, 30], [20, 40]])
+    spans = np.array([[10, 30], [20, 40]])
 
     def find_at(address, n, begin, end):
         return overlaps(carray(as_pointer(address), (2, n), np.int64), begin, end)
 
     compiled = NativeFunction(find_at, "a test of overlaps", PythonEntry(returns=True)).call
 
-    def find(stretches, begin, end):
-        return compiled(address_of(stretches), stretches.shape[1], begin, end)
+    def find(spans, begin, end):
+        return compiled(address_of(spans), spans.shape[1], begin, end)
 
     touching = [(0, 10), (20, 30), (40, 50), (15, 15), (25, 25)]
-    assert not any(find(stretches, begin, end) for begin, end in touching)
+    assert not any(find(spans, begin, end) for begin, end in touching)
     sharing = [(0, 11), (19, 21), (12, 13), (0, 50), (29, 31), (39, 45), (20, 31)]
-    assert all(find(stretches, begin, end) for begin, end in sharing)
+    assert all(find(spans, begin, end) for begin, end in sharing)
     assert not find(NOWHERE, 0, 100)
 
 

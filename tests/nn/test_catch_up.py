@@ -186,16 +186,16 @@ def test_an_interrupt_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is known of missed steps is put together anew, and nothing is lost."""
     opt, twin = (nn.AdamWeightDecay(begin()[:1], 1e-2, sparse_update="catch_up") for _ in "ab")
     given_now = [(rows(np.random.default_rng(k), SHAPES[0]),) for k in range(12)]
-    add = IdleTable._add_ways
+    add = IdleTable._add_paths
 
     def interrupted(*_: Any) -> None:
-        monkeypatch.setattr(IdleTable, "_add_ways", add)
+        monkeypatch.setattr(IdleTable, "_add_paths", add)
         raise KeyboardInterrupt
 
     for k, own in enumerate(given_now):
         twin(own)
         if k % 4 == 3:
-            monkeypatch.setattr(IdleTable, "_add_ways", interrupted)
+            monkeypatch.setattr(IdleTable, "_add_paths", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 opt(own)
         opt(own)

@@ -102,7 +102,7 @@ def test_a_call_within_a_call_that_locks() -> None:
     """It is refused, and leaves no lock behind for other threads."""
     w = np.zeros((N, D), np.float32)
     opt = nn.LazyAdam([w], use_locking=True)
-    with locks.turn(), pytest.raises(RuntimeError, match="within another one"):
+    with locks.exclusive(), pytest.raises(RuntimeError, match="within another one"):
         opt.reset_rows(w, ROWS, 0.5)
     done = list[bool]()
     thread = Thread(target=lambda: done.append(all(opt(rows_of()))), daemon=True)

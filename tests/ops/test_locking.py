@@ -150,7 +150,7 @@ def held_elsewhere():
     inside, leave = threading.Event(), threading.Event()
 
     def hold():
-        with locks.turn():
+        with locks.exclusive():
             inside.set()
             leave.wait()
 
@@ -176,11 +176,11 @@ def test_an_interrupt_while_waiting_leaves_nothing_behind():
     try:
         with held_elsewhere():
             threading.Thread(target=interrupt).start()
-            with pytest.raises(KeyboardInterrupt), locks.turn():
+            with pytest.raises(KeyboardInterrupt), locks.exclusive():
                 order.append("early")
     finally:
         signal.signal(signal.SIGINT, before)
-    with locks.turn():
+    with locks.exclusive():
         order.append("later")
     assert order == ["later"]
 
@@ -199,7 +199,7 @@ def test_a_call_within_a_call_is_refused_and_no_error_keeps_the_lock(error):
         ops.FusedSparseLazyAdam()(*call)  # has no part in the order
         raise error
 
-    with pytest.raises(error), locks.turn():
+    with pytest.raises(error), locks.exclusive():
         within()
     assert (var[1] != 1).all()
     thread = threading.Thread(target=step, args=call)
@@ -215,7 +215,7 @@ def test_optimizers_take_the_lock_of_operators(make, use_locking):
     w = np.ones((5, 2), np.float32)
     opt, g = make([w], 0.1, use_locking=use_locking), np.ones((5, 2), np.float32)
     gradient = nn.RowTensor(np.arange(5), g, g.shape) if make is nn.LazyAdam else g
-    with locks.turn():
+    with locks.exclusive():
         if use_locking:
             with pytest.raises(RuntimeError, match="a call is made within another one"):
                 opt((gradient,))
@@ -273,7 +273,7 @@ def test_fork_while_a_thread_is_in_a_locked_call():
         op(*arrays, *HP, g)
         inside, leave = threading.Event(), threading.Event()
         def hold_all():
-            with locks.turn(), opt._host.turn():
+            with locks.exclusive(), opt._host.exclusive():
                 inside.set()
                 leave.wait()
         thread = threading.Thread(target=hold_all)

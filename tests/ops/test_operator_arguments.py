@@ -64,7 +64,7 @@ def test_use_locking_waits_for_other_calls(operator: Operator, use_locking: bool
     inputs, plain = operator.inputs(), operator.inputs()
     op = operator.new(use_locking=use_locking)
     thread = threading.Thread(target=op, args=tuple(inputs.values()))
-    with locks.turn():
+    with locks.exclusive():
         thread.start()
         thread.join(0.03 if use_locking else 60)
         assert thread.is_alive() == use_locking

@@ -33,7 +33,8 @@ CHECKED = {
     "adopt of ops.runtime.arrays: what exports it holds it; tensors by check_there": {
         "ops/runtime/arrays.py": "adopt"},
     "what exports it holds it; where that is not known, it is not 0": {
-        "ops/runtime/frameworks.py": "Framework.place, Framework.form, _CuPy.place, _CuPy.stream",
+        "ops/runtime/frameworks.py": "Framework.place, Framework.signature, _CuPy.place, "
+                                     "_CuPy.stream",
         "nn/base/parameter.py": "Parameter.__cuda_array_interface__"},
     "it is an array of NumPy, which holds its memory, or owns what it is a view of": {
         "kernels/cpu/headers/arrays.py": "address_of, addresses_of, read_array, _read_expected "
@@ -42,7 +43,7 @@ CHECKED = {
         "kernels/cpu/headers/id_lists.py": "_read_header",
         "kernels/cuda/device/driver.py": "address_of, copy_in, start_copy_out"},
     "the size of the storage is compared with that of the array": {
-        "nn/mindspore/binding.py": "_looked_at, check_memory, places_of, shared_array"},
+        "nn/mindspore/binding.py": "_scanned, check_memory, places_of, shared_array"},
     "it is made here, and nobody else has it": {
         "kernels/cpu/headers/id_lists.py": "_read_lists", "kernels/cpu/rows/sort.py": "_finish",
         "kernels/tables.py": "RowTable.bounds", "kernels/cuda/device/memory.py": "_Pinned.begin",
@@ -55,7 +56,7 @@ CHECKED = {
         "nn/base/parameter.py": "Parameter.is_of",
         "nn/torch/bags.py": "EmbeddingBags._now",
         "nn/torch/engine/bags/gradients.py": "versions_of",
-        "nn/torch/engine/memory.py": "Stretch.of, _Memory.__init__, tensor_of",
+        "nn/torch/engine/memory.py": "Span.of, _Memory.__init__, tensor_of",
         "ops/runtime/frameworks.py": "Framework.address, _Numba, _Torch, _CuPy (each "
                                      "by a form that its place has seen)"},
 }  # fmt: skip

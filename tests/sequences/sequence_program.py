@@ -27,7 +27,7 @@ from sequence_optimizers import Trained
 
 ERRORS = (TypeError, ValueError, IndexError, RuntimeError)
 # Compiled code: it is made of nothing but its arguments, and takes milliseconds to load again.
-COMPILED = ("kernel", "_block", "_measure", "accumulate", "matrix_blocks", "finite_check")
+COMPILED = ("kernel", "_block", "_reduce", "accumulate", "matrix_blocks", "finite_check")
 _N_SLOTS = 4
 _PARTS = 3
 

@@ -58,6 +58,7 @@ def engine_works() -> bool:
         code = (
             Code.from_bytes(kept) if kept else machine.made("sum", _SUM, PythonEntry(returns=True))
         )
+        # A call, not only the load: an engine that works has run something.
         if Loaded(code).entry()(20, 22) != 42:
             raise RuntimeError("it computes something else")
     except MemoryError:
@@ -172,13 +173,13 @@ def part(arguments: Any) -> Callable[[Callable[..., None]], NativeFunction]:
     memory). ``c`` is a record of the loop's arguments, with the fields of ``arguments``: machine
     code gets its address.
     """
-    at = records(arguments)
+    records_at = records(arguments)
 
     def decorate(function: Callable[..., None]) -> NativeFunction:
         inlined = njit(function, inline="always")
 
         def run_part(index, slot, call):
-            inlined(index, slot, at(call, 1)[0])
+            inlined(index, slot, records_at(call, 1)[0])
 
         made = NativeFunction(run_part, f"{function.__module__}.{function.__qualname__}")
         PARTS.append(made)

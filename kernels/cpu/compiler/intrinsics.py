@@ -106,11 +106,11 @@ def array_reader(carriers, per):
         first, made = _pointer(builder, addresses, _I64), []
         zero, one = (ir.Constant(_I64, n) for n in (0, 1))
         elements = [builder.mul(n, width) for n in (row, rows)]
-        stretches = {"element": elements, "row": (row, rows), "column": (zero, width)}
+        spans = {"element": elements, "row": (row, rows), "column": (zero, width)}
         for k, kind in enumerate(arrays):
             element = context.get_data_type(kind.dtype)
             itemsize = ir.Constant(_I64, context.get_abi_sizeof(element))
-            offset, n = stretches.get(per[k], (zero, one))
+            offset, n = spans.get(per[k], (zero, one))
             address = builder.load(builder.gep(first, [ir.Constant(_I64, k)]))
             data = _pointer(builder, builder.add(address, builder.mul(offset, itemsize)), element)
             array = context.make_array(kind)(context, builder)
@@ -148,13 +148,14 @@ def store_clock(context, builder, address):
     if platform.system() != "Linux":
         return
     place = _pointer(builder, address, _I32)
-    own = builder.call(_declared(builder, "pthread_self", _I64), [])
-    builder.call(_declared(builder, "pthread_getcpuclockid", _I32, _I64, place.type), [own, place])
+    this = builder.call(_declared(builder, "pthread_self", _I64), [])
+    builder.call(_declared(builder, "pthread_getcpuclockid", _I32, _I64, place.type), [this, place])
 
 
 def _declared(builder, name, result, *arguments):
-    known = builder.module.globals.get(name)
-    return known or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
+    # A second declaration of one name is an error.
+    declared = builder.module.globals.get(name)
+    return declared or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
 
 
 @intrinsic
@@ -194,10 +195,8 @@ def sleep(typingctx):
 
 @int64_intrinsic(types.int64)
 def atomic_add(context, builder, address, value):
-    """Add to the ``int64`` at an address, atomically; returns the value before.
-
-    Writes of a thread before the addition are visible to threads that read the sum.
-    """
+    """Add to the ``int64`` at an address, atomically; returns the value before."""
+    # Release and acquire: what a thread wrote before it adds is seen by whoever reads the sum.
     return builder.atomic_rmw("add", _pointer(builder, address, _I64), value, "acq_rel")
 
 
@@ -224,6 +223,7 @@ def cpu_pause(typingctx):
         if machine in ("x86_64", "amd64"):
             builder.call(_declared(builder, "llvm.x86.sse2.pause", ir.VoidType()), [])
         elif machine in ("aarch64", "arm64"):
+            # Hint 1 is ``yield``.
             hint = _declared(builder, "llvm.aarch64.hint", ir.VoidType(), _I32)
             builder.call(hint, [ir.Constant(_I32, 1)])
         return context.get_dummy_value()
@@ -251,6 +251,7 @@ def copy_bytes(context, builder, target, source, n_bytes):
     kinds = *pointers, _I64, ir.IntType(1)
     declared = _declared(builder, "llvm.memcpy.p0.p0.i64", ir.VoidType(), *kinds)
     places = [builder.inttoptr(address, _POINTER) for address in (target, source)]
+    # The last argument: the memory is not volatile.
     builder.call(declared, [*places, n_bytes, ir.Constant(ir.IntType(1), 0)])
 
 
@@ -322,6 +323,7 @@ def repeating_loader(vector):
         real = context.get_value_type(vector)
         unknown, first = ir.Constant(real, ir.Undefined), ir.Constant(_I32, 0)
         number = builder.load(_pointer(builder, address, real.element))
+        # Only element 0 is set; the shuffle takes it for all.
         one = builder.insert_element(unknown, number, first)
         return builder.shuffle_vector(one, unknown, _zeros(vector.count))
 
@@ -337,6 +339,7 @@ def store_vector(typingctx, address, values):
     """Write a vector to consecutive elements."""
 
     def codegen(context, builder, signature, args):
+        # Aligned as one element, as in `vector_loader`.
         pointer = builder.inttoptr(args[0], args[1].type.as_pointer())
         builder.store(args[1], pointer, align=values.real.bitwidth // 8)
         return context.get_dummy_value()
@@ -349,6 +352,7 @@ def where_greater(typingctx, a, b, x, y):
     """The elements of ``x`` where those of ``a`` are greater than those of ``b``, else of ``y``."""
 
     def codegen(context, builder, signature, args):
+        # Ordered: with a NaN the comparison is false.
         return builder.select(builder.fcmp_ordered(">", args[0], args[1]), args[2], args[3])
 
     return x(a, b, x, y), codegen
@@ -387,9 +391,10 @@ def sum_of_elements(typingctx, vector):
         (values,), count = args, vector.count
         while count > 1:
             count //= 2
+            # This order is part of the result: no width of registers may change it.
             kind = ir.VectorType(_I32, count)
             lanes = [ir.Constant(kind, list(range(k, k + count))) for k in (0, count)]
-            halves = [builder.shuffle_vector(values, values, own) for own in lanes]
+            halves = [builder.shuffle_vector(values, values, half) for half in lanes]
             values = builder.fadd(*halves)
         return builder.extract_element(values, ir.Constant(_I32, 0))
 

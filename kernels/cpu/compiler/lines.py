@@ -6,12 +6,12 @@ from ...inner import njit
 from .intrinsics import prefetch_line
 
 LINE = 64  # bytes
-_MOST = 8  # lines of a stretch that are fetched; the hardware follows from there
+_MOST = 8  # lines of a span that are fetched; the hardware follows from there
 
 
 @njit(inline="always")
 def prefetch(address, n_bytes):
-    """Fetch the lines of a stretch of memory, for reading.
+    """Fetch the lines of a span of memory, for reading.
 
     Also for writing: a line that no other core has is then its reader's own.
     """

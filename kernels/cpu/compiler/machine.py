@@ -119,6 +119,7 @@ def _alone(symbol: str, ir: str, entry: PythonEntry | None) -> Any:
     module = llvm.parse_assembly(ir)
     for value in (*module.functions, *module.global_variables):
         if not value.is_declaration and value.name != symbol:
+            # Internal functions can be inlined and dropped, and need no symbols that differ.
             value.linkage = llvm.Linkage.internal
     if entry:
         n_arguments = len([*module.get_function(symbol).arguments])
@@ -153,6 +154,7 @@ def _called_by(module: Any) -> tuple[str, ...]:
         for instruction in block.instructions
         if instruction.opcode == "call"
     )
+    # LLVM itself lowers its intrinsics.
     return tuple(sorted({name for name in calls if name in declared and name[:5] != "llvm."}))
 
 
@@ -177,6 +179,7 @@ class Loaded:
             names = ", ".join(unknown)
             raise ImportError(f"fusestep: compiled code calls {names}: there is no such function")
         self._engine = llvm.create_mcjit_compiler(
+            # An engine begins with a module; the code comes as an object file.
             llvm.parse_assembly(""),
             _target_machine(**processor()),
             use_lmm=numba.config.USE_LLVMLITE_MEMORY_MANAGER,
@@ -191,6 +194,7 @@ class Loaded:
         """The function for Python, if the code has a `PythonEntry`."""
         if self._function is None:
             address = self._engine.get_function_address(_ENTRY)
+            # An attribute: Python keeps a pointer to it.
             self._method = _Method(b"compiled", address, _METH_FASTCALL, None)
             self._function = _new_function(ctypes.byref(self._method), None, None)
         return self._function

@@ -1,6 +1,6 @@
 """Traits of functions of numbers once they are compiled: what they return, and if they can raise.
 
-Rules and formulas of users are looked at before anything is made of them. Compiled code that calls
+Rules and formulas of users are checked before anything is made of them. Compiled code that calls
 a function which raises does not hear of it, and would go on with half of the elements written.
 """
 
@@ -63,8 +63,8 @@ def factor_traits(rule: Rule, real: Storage) -> Traits:
 def _of_element(rule: Rule, real: Storage) -> tuple[Any, ...]:
     number = numba_type(real)
     hp = types.NamedUniTuple(number, len(rule.hp), hp_type(rule, ()))
-    own = rule.states if rule.lines else rule.element_states
-    return (*(number,) * (2 + len(own)), hp)
+    states = rule.states if rule.lines else rule.element_states
+    return (*(number,) * (2 + len(states)), hp)
 
 
 @cache
@@ -83,15 +83,15 @@ def _traits(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Traits:
     if not engine_works():
         raise CompilationError(f"it cannot be looked at with llvmlite {llvmlite.__version__}")
     try:
-        found = _compiled(function, arguments, name)
+        traits = _compiled(function, arguments, name)
     except (numba.NumbaError, numba.UnsupportedBytecodeError) as error:
         raise CompilationError(_reason(error)) from error
-    on_disk.save(name, json.dumps(found).encode())
-    return found
+    on_disk.save(name, json.dumps(traits).encode())
+    return traits
 
 
 def _compiled(function: Callable[..., Any], arguments: tuple[Any, ...], name: str) -> Traits:
-    # Here an index out of range is an exception; what is run later does not look at it.
+    # Here an index out of range is an exception; what is run later does not check it.
     inner, read = njit(function, **RULE_FLAGS, boundscheck=True), value_reader(arguments)
 
     def call(address):

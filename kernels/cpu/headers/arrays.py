@@ -53,14 +53,14 @@ C_CONTIGUOUS_ALIGNED = _C_CONTIGUOUS | _ALIGNED
 # The place of a tuple's length, and the place where the pointers to its elements begin.
 LENGTH, ITEMS = object.__basicsize__, tuple.__basicsize__
 PLAIN, ROWS, INDICES = range(3)
-"""Kinds of forms: of an array; of the values of a row-sparse gradient; of its indices, which come
+"""Kinds of layouts: of an array; of the values of a row-sparse gradient; of its indices, which come
 before and are as many."""
 OPEN = -1
 """As a size: any."""
 
 
-class ExpectedForm(NamedTuple):
-    """Expected form of an array, all ``int64``; the sizes lie behind it."""
+class ExpectedLayout(NamedTuple):
+    """Expected layout of an array, all ``int64``; the sizes lie behind it."""
 
     kind: int
     dtype: int  # identity
@@ -69,16 +69,16 @@ class ExpectedForm(NamedTuple):
     n_bytes: int  # of all elements, with an open size taken as 1
 
 
-forms_at, FORM_BYTES = records(ExpectedForm), 8 * len(ExpectedForm._fields)
+layouts_at, LAYOUT_BYTES = records(ExpectedLayout), 8 * len(ExpectedLayout._fields)
 
 
 class _Query(NamedTuple):
     """Question about a tuple of arrays, all ``int64``; addresses."""
 
     n: int  # arrays of the tuple
-    forms: int  # [n + n_written]: addresses of the `ExpectedForm` of each, then of those written
-    memory: int  # [2, n_stretches]
-    n_stretches: int
+    layouts: int  # [n + n_written]: addresses of each `ExpectedLayout`, then of those written
+    memory: int  # [2, n_spans]
+    n_spans: int
     n_written: int
     written: int  # a tuple of further arrays
     places: int  # [n_written]: where these have to lie
@@ -90,6 +90,7 @@ _query_at = records(_Query)
 
 def _lies_as_expected(array: np.ndarray) -> bool:
     """Whether every field that is read here lies at the place where this module expects it."""
+    # In this order below: where a pointer leads is read only if the fields before it are right.
     one = (array,)
     header, flags = _Header.from_address(id(array)), array.flags
     return (
@@ -107,6 +108,7 @@ def _lies_as_expected(array: np.ndarray) -> bool:
 
 
 def _test_arrays() -> list[np.ndarray]:
+    # Each differs from the others in a field that is read: offset, order, stride, dtype or a flag.
     base = np.arange(24, dtype=np.float32)
     read_only = base.astype(np.float64)
     read_only.flags.writeable = False
@@ -197,9 +199,9 @@ def item_of(items, k):
 
 
 @njit
-def fits(found, sizes, expected, dims, begin):
+def fits(actual, sizes, expected, dims, begin):
     """Whether dtype, flags and dimension, then sizes from ``begin`` on, are the expected ones."""
-    if found != expected:
+    if actual != expected:
         return False
     for d in range(begin, expected[2]):
         size = load_int64(dims + 8 * d)
@@ -209,29 +211,29 @@ def fits(found, sizes, expected, dims, begin):
 
 
 @njit(inline="always")
-def stretches_at(address, n):
-    """Memory in the form of `overlaps`."""
+def spans_at(address, n):
+    """Memory in the layout of `overlaps`."""
     return carray(as_pointer(address), (2, n), np.int64)
 
 
 @njit
-def overlaps(stretches, begin, end):
-    """Whether ``begin .. end`` overlaps any stretch of memory.
+def overlaps(spans, begin, end):
+    """Whether ``begin .. end`` overlaps any span of memory.
 
-    ``stretches`` is ``[2, n]``: where they begin and where they end, in order and without
+    ``spans`` is ``[2, n]``: where they begin and where they end, in order and without
     overlap. So the last one that begins before ``end`` decides.
     """
-    begins, ends = stretches[0], stretches[1]
+    begins, ends = spans[0], spans[1]
     if begins.size == 0 or begin >= end:
         return False
     last = last_at_most(begins, begins.size, end - 1)
     return begins[last] < end and ends[last] > begin
 
 
-def lie_in(stretches: Sequence[Sequence[int]], spans: Iterable[tuple[int, int]]) -> bool:
-    """Whether any of the spans, addresses and sizes, overlaps a stretch (`overlaps` in Python)."""
-    begins, ends = stretches
-    for begin, n_bytes in spans:
+def lie_in(spans: Sequence[Sequence[int]], pieces: Iterable[tuple[int, int]]) -> bool:
+    """Whether any of the pieces, addresses and sizes, overlaps a span (`overlaps` in Python)."""
+    begins, ends = spans
+    for begin, n_bytes in pieces:
         last = bisect_left(begins, begin + n_bytes) - 1
         if n_bytes > 0 and last >= 0 and ends[last] > begin:
             return True
@@ -253,32 +255,33 @@ def read_array(thing, array_type, flags):
     header = header_at(thing)
     if header.type != array_type:
         return (0, 0, 0), 0, 0
-    found = header.dtype, np.int64(header.flags) & flags, np.int64(header.ndim)
-    return found, header.shape, header.data
+    actual = header.dtype, np.int64(header.flags) & flags, np.int64(header.ndim)
+    return actual, header.shape, header.data
 
 
 def _read_expected(query, things, addresses):
-    """Compare a tuple of arrays with their forms, for `Expected`."""
+    """Compare a tuple of arrays with their layouts, for `Expected`."""
     c = _query_at(query, 1)[0]
     n, written, length = c.n, c.written, 1
     if load_int64(things + LENGTH) != n:
         return 0
     out, places = int64s(header_at(addresses).data, n), int64s(c.places, c.n_written)
-    forms, memory = int64s(c.forms, n + c.n_written), stretches_at(c.memory, c.n_stretches)
+    layouts, memory = int64s(c.layouts, n + c.n_written), spans_at(c.memory, c.n_spans)
     for k in range(n + c.n_written):
-        at = forms[k]
-        form = forms_at(at, 1)[0]
+        address = layouts[k]
+        layout, sizes_at = layouts_at(address, 1)[0], address + LAYOUT_BYTES
         thing = item_of(things, k) if k < n else item_of(written, k - n)
-        found, sizes, data = read_array(thing, c.type, form.flags)
-        if not fits(found, sizes, (form.dtype, form.flags, form.dim), at + FORM_BYTES, 0):
+        actual, sizes, data = read_array(thing, c.type, layout.flags)
+        if not fits(actual, sizes, (layout.dtype, layout.flags, layout.dim), sizes_at, 0):
             return 0
-        n_bytes = form.n_bytes
-        if form.kind == INDICES:
-            length = load_int64(sizes + 8 * (form.dim - 1))
-        elif form.kind == ROWS and load_int64(sizes) != length:
+        n_bytes = layout.n_bytes
+        if layout.kind == INDICES:
+            length = load_int64(sizes + 8 * (layout.dim - 1))
+        elif layout.kind == ROWS and load_int64(sizes) != length:
             return 0
-        if form.kind != PLAIN:
+        if layout.kind != PLAIN:
             n_bytes *= length
+        # An empty array may have no memory.
         if data == 0 and n_bytes > 0:
             return 0
         if k >= n:
@@ -292,44 +295,44 @@ def _read_expected(query, things, addresses):
 
 
 NOWHERE = np.zeros((2, 0), np.int64)
-"""No memory, in the form of `overlaps`."""
+"""No memory, in the layout of `overlaps`."""
 
-ArrayForm = tuple[np.dtype, tuple[int, ...]]
+ArrayLayout = tuple[np.dtype, tuple[int, ...]]
 """Dtype and shape of an array. The first size is `OPEN` for the indices of a row-sparse gradient,
 and for its values behind them, which are as many."""
 
 
-def _form_of(
+def _layout_of(
     dtype: np.dtype, shape: tuple[int, ...], flags: int
-) -> tuple[ExpectedForm, tuple[int, ...]]:
+) -> tuple[ExpectedLayout, tuple[int, ...]]:
     is_open = shape[:1] == (OPEN,)
     kind = PLAIN if not is_open else ROWS if dtype in STORAGES else INDICES
     n_bytes = math.prod(shape[is_open:]) * dtype.itemsize
-    return ExpectedForm(kind, id(dtype), flags, len(shape), n_bytes), shape
+    return ExpectedLayout(kind, id(dtype), flags, len(shape), n_bytes), shape
 
 
 class Expected:
-    """Expected arrays of a tuple: of these forms, and outside of ``memory``.
+    """Expected arrays of a tuple: of these layouts, and outside of ``memory``.
 
     ``memory`` is as for `overlaps`. The arrays ``written`` belong to no tuple: they have the last
-    of the forms, and must keep the address that they have now. ``alive`` are the dtypes of the
-    forms.
+    of the layouts, and must keep the address that they have now. ``alive`` are the dtypes of the
+    layouts.
     """
 
     def __init__(
-        self, forms: Sequence[tuple[ExpectedForm, tuple[int, ...]]], memory: np.ndarray, alive: Any,
-        written: Sequence[np.ndarray] = (),
+        self, layouts: Sequence[tuple[ExpectedLayout, tuple[int, ...]]], memory: np.ndarray,
+        alive: Any, written: Sequence[np.ndarray] = (),
     ) -> None:  # fmt: skip
-        made = {own: np.array([*own[0], *own[1]], np.int64) for own in forms}  # each once
+        made = {pair: np.array([*pair[0], *pair[1]], np.int64) for pair in layouts}  # each once
         held = tuple(written)
-        found = [address_of(made[own]) for own in forms], addresses_of(held)
-        kept = [np.array(each, np.int64) for each in found]
+        addresses = [address_of(made[pair]) for pair in layouts], addresses_of(held)
+        kept = [np.array(each, np.int64) for each in addresses]
         # The identities and addresses in the query stay valid while these live.
         self._alive = alive, made, held, kept, memory
-        at_forms, places = map(address_of, kept)
-        apart = address_of(memory), memory.shape[1]
-        own = len(forms) - len(held), at_forms, *apart, len(held), id(held), places, ARRAY_TYPE
-        self._query = array("q", _Query(*own))
+        lists, places = map(address_of, kept)
+        spans = address_of(memory), memory.shape[1]
+        fields = len(layouts) - len(held), lists, *spans, len(held), id(held), places, ARRAY_TYPE
+        self._query = array("q", _Query(*fields))
         self._query_at, _ = self._query.buffer_info()
 
     def addresses(self, things: tuple[Any, ...]) -> np.ndarray | None:
@@ -339,12 +342,12 @@ class Expected:
 
 
 def expected_arrays(
-    forms: Sequence[ArrayForm], memory: np.ndarray, written: Sequence[np.ndarray] = ()
+    layouts: Sequence[ArrayLayout], memory: np.ndarray, written: Sequence[np.ndarray] = ()
 ) -> Expected:
     """Expected arrays, exactly ``ndarray``, as `Expected`; those that are written are writeable."""
-    every = [(*form, C_CONTIGUOUS_ALIGNED) for form in forms]
-    every += [(own.dtype, own.shape, C_CONTIGUOUS_ALIGNED | _WRITEABLE) for own in written]
-    return Expected([_form_of(*form) for form in every], memory, every, written)
+    every = [(*layout, C_CONTIGUOUS_ALIGNED) for layout in layouts]
+    every += [(output.dtype, output.shape, C_CONTIGUOUS_ALIGNED | _WRITEABLE) for output in written]
+    return Expected([_layout_of(*layout) for layout in every], memory, every, written)
 
 
 _DTYPES = *STORAGES, np.dtype(np.int32), np.dtype(np.int64)
@@ -355,10 +358,11 @@ _N_FLOATS, _N_KINDS, _kinds_address = len(STORAGES), len(_DTYPES), address_of(_K
 @njit
 def _itemsize(kinds, is_index, dtype):
     """The size of a floating dtype, or of a dtype of indices; 0 for any other."""
-    known = int64s(kinds, 2 * _N_KINDS)
+    # By identity: a dtype that is equal, but another object, is left to the slower checks.
+    table = int64s(kinds, 2 * _N_KINDS)
     for k in range(_N_FLOATS if is_index else 0, _N_KINDS if is_index else _N_FLOATS):
-        if known[2 * k] == dtype:
-            return known[2 * k + 1]
+        if table[2 * k] == dtype:
+            return table[2 * k + 1]
     return 0
 
 
@@ -370,25 +374,26 @@ def _read_alike_arrays(arrays, n_written, has_rows, array_type, kinds, addresses
     length = n_bytes = index_bytes = 0
     for k in range(n):
         is_index, flags = k == n_alike, C_CONTIGUOUS_ALIGNED | (_WRITEABLE if k < n_written else 0)
-        found, sizes, out[k] = read_array(item_of(arrays, k), array_type, flags)
+        actual, sizes, out[k] = read_array(item_of(arrays, k), array_type, flags)
         if k == 0:
-            first, shape = found, sizes
-        dtype, dim = (found[0], 1) if is_index else (first[0], first[2])
-        own = _itemsize(kinds, is_index, dtype)
-        if own == 0 or first[2] < has_rows:
+            first, shape = actual, sizes
+        dtype, dim = (actual[0], 1) if is_index else (first[0], first[2])
+        size = _itemsize(kinds, is_index, dtype)
+        if size == 0 or first[2] < has_rows:
             return 0
-        if not fits(found, sizes, (dtype, flags, dim), shape, k >= n_alike):
+        if not fits(actual, sizes, (dtype, flags, dim), shape, k >= n_alike):
             return 0
         if is_index:
             length = load_int64(sizes)
         elif k > n_alike and load_int64(sizes) != length:
             return 0
         for d in range(dim):
-            own *= load_int64(sizes + 8 * d)
-        n_bytes, index_bytes = own if k == 0 else n_bytes, own if is_index else index_bytes
+            size *= load_int64(sizes + 8 * d)
+        n_bytes, index_bytes = size if k == 0 else n_bytes, size if is_index else index_bytes
         for j in range(k):
             other = n_bytes if j < n_alike else index_bytes
-            if out[j] < out[k] + own and out[k] < out[j] + other:
+            # Quadratic, but a call has a handful of arrays.
+            if out[j] < out[k] + size and out[k] < out[j] + other:
                 return 0
     return 1
 

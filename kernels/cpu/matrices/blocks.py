@@ -5,8 +5,8 @@ A tile is ``height`` rows of ``width`` elements, ``stride`` elements apart. Thre
     block(arrays, offset, g, height, width, stride, rows, columns, hp, total)
 
 ``arrays`` is as in `cpu.blocks`, and ``offset`` the number of elements before the tile. The block
-``terms`` adds to float64 sums of rows and columns; ``measure`` and ``update`` read factors of rows
-and columns, and ``measure`` adds to ``total``. The fourth block computes the factors of a whole
+``terms`` adds to float64 sums of rows and columns; ``reduce`` and ``update`` read factors of rows
+and columns, and ``reduce`` adds to ``total``. The fourth block computes the factors of a whole
 matrix, those of its rows, then those of its columns:
 
     factors(row_sums, column_sums, height, width, row_state, column_state, factors, hp)
@@ -43,7 +43,7 @@ class MatrixBlocks(NamedTuple):
 
     terms: NativeFunction
     factors: NativeFunction
-    measure: NativeFunction
+    reduce: NativeFunction
     update: NativeFunction
 
 
@@ -55,14 +55,14 @@ def matrix_blocks(kernel: Kernel) -> MatrixBlocks:
     held = f"{lines.smallest} {lines.smallest_mean}"
 
     def block(name: str, function: Any, rule_function: Any) -> NativeFunction:
-        own = identity(f"matrix {name}", rule_function, kernel, kernel.w, kernel.g, *kernel.s)
-        return NativeFunction(function, f"{own} lines {line_functions} {held}")
+        text = identity(f"matrix {name}", rule_function, kernel, kernel.w, kernel.g, *kernel.s)
+        return NativeFunction(function, f"{text} lines {line_functions} {held}")
 
-    real, terms, measure, update = kernel.real, _terms(kernel), _measure(kernel), _update(kernel)
+    real, terms, reduce, update = kernel.real, _terms(kernel), _reduce(kernel), _update(kernel)
     return MatrixBlocks(
         block("terms", _tile_block(kernel, F64, terms), lines.term),
         block("factors", _factors(kernel), lines.average),
-        block("measure", _tile_block(kernel, real, measure), rule.measure),
+        block("measure", _tile_block(kernel, real, reduce), rule.measure),
         block("update", _tile_block(kernel, real, update), rule.update),
     )
 
@@ -91,11 +91,13 @@ def _tile_block(kernel: Kernel, line_storage: Storage, row: Any) -> Callable[...
             for left in range(0, width, _PIECE):
                 place, n = i * stride + left, min(_PIECE, width - left)
                 here = g_address + place * g_bytes
+                # It may pass the end of the gradient: a prefetch of no memory does nothing.
                 for ahead in range(here + _AHEAD, here + _AHEAD + n * g_bytes, LINE):
                     prefetch_line(ahead)
                 arrays = read_arrays(addresses, offset + place, n, 1)
                 g = carray(as_pointer(here), n, g_type)
                 sum_of_rows += row(arrays, g, i, row_values, column_values[left : left + n], hp)
+        # 0: a pass without a total.
         if total != 0:
             carray(as_pointer(total), 1, np.float64)[0] += sum_of_rows
 
@@ -153,7 +155,7 @@ def _factors(kernel: Kernel) -> Callable[..., None]:
     return factors
 
 
-def _measure(kernel: Kernel) -> Any:
+def _reduce(kernel: Kernel) -> Any:
     load, measured = conditioned(kernel, CPU), CPU.rule(kernel.rule.measure)
 
     @njit(error_model="numpy", fastmath=SUMS)

@@ -68,7 +68,7 @@ class MatrixCall(NamedTuple):
     measured: np.ndarray  # float64 [parts]: sums of the squares that the rule measures
     terms: int
     make_factors: int
-    measure: int
+    reduce: int
     update: int
 
 
@@ -149,6 +149,7 @@ def sum_terms(index, slot, c):
         column = (matrix * tensor.tiles_down + down) * tensor.width + across * tensor.tile_width
         column_sums = c.sums + (tensor.column_sums + column) * 8
         row_sums = c.sums + (tensor.row_sums + row) * 8
+        # The block adds to its sums, in memory as it was allocated.
         carray(as_pointer(column_sums), width, np.float64)[:] = 0.0
         carray(as_pointer(row_sums), height, np.float64)[:] = 0.0
         _call_on_tile(c, c.terms, t, tensor, tile, row_sums, column_sums, 0)
@@ -160,6 +161,7 @@ def _add_tiles(address, n_tiles, n):
     sums = carray(as_pointer(address), (n_tiles, n), np.float64)
     for k in range(1, n_tiles):
         for i in range(n):
+            # In order, whatever thread did which tile: the bits do not depend on their number.
             sums[0, i] += sums[k, i]
 
 
@@ -172,6 +174,7 @@ def _new_states(c, tensor):
 
 @njit
 def _copy(target, source, n_bytes):
+    # States are float32 or float64: words of 4 bytes divide both.
     words = carray(as_pointer(target), n_bytes // 4, np.int32)
     words[:] = carray(as_pointer(source), n_bytes // 4, np.int32)
 
@@ -211,11 +214,11 @@ def _call_with_factors(c, block, index, total):
 
 
 @part(MatrixCall)
-def measure_part(index, slot, c):
+def reduce_part(index, slot, c):
     """Sum the squares that the rule measures in one part."""
     out = c.measured + index * 8
     carray(as_pointer(out), 1, np.float64)[0] = 0.0
-    _call_with_factors(c, c.measure, index, out)
+    _call_with_factors(c, c.reduce, index, out)
 
 
 @part(MatrixCall)
@@ -266,7 +269,7 @@ class MatrixStep:
         """float64 ``[T]``: the sum of squares that the rule measures of each tensor."""
         table = self._table
         passes = (sum_terms, table.n_parts), (make_factors, table.n_groups)
-        run_all(tuple(self._loop(*each) for each in (*passes, (measure_part, table.n_parts))))
+        run_all(tuple(self._loop(*each) for each in (*passes, (reduce_part, table.n_parts))))
         return np.add.reduceat(self._measured, table.first_part)
 
     def release(self) -> None:

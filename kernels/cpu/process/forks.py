@@ -66,6 +66,7 @@ def _before() -> None:
 
 
 def _release() -> None:
+    # Without effect at its second call: a generator that is closed stays so.
     for held in reversed(_mine.forks[-1]):
         held.close()
 

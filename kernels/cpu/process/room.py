@@ -28,11 +28,11 @@ def require_room(n_bytes: int) -> None:
 def can_start(n_threads: int) -> bool:
     """Whether ``n_threads`` can be started now, by a library that is not loaded yet.
 
-    As many threads are started for a moment. Memory for the later ones is allocated beside them,
-    because the memory of a thread becomes free only some time after its end.
+    As many threads are started for a moment.
     """
     end: SimpleQueue[None] = SimpleQueue()
     try:
+        # Memory for the later threads, since that of one becomes free only some time after its end.
         with mmap.mmap(-1, _LIBRARIES + n_threads * _STACK):
             for _ in range(n_threads):
                 _thread.start_new_thread(end.get, ())

@@ -57,12 +57,12 @@ class CatchUpCall(NamedTuple):
     many: int  # block of many steps
     many_hp: int  # [SLEEP] of its scalars, for rows whose last step was t at t % SLEEP
     many_bytes: int
-    # For steps that are taken one by one: all up to ``ways`` with the scalars of `Idle.update`.
+    # For steps that are taken one by one: all up to ``paths`` with the scalars of `Idle.update`.
     steps: int  # float64 [SLEEP, 5]
     largest: int  # float64 [1]: the largest of their sizes
     drift: int  # block of many steps on a drift in the place of the parameter
     behind_drift: int  # block of many steps that adds the drift
-    ways: int  # the place of the first way among the scalars
+    paths: int  # the place of the first path among the scalars
     nodes: int  # that of epsilon, before the nodes
     real_bytes: int
     scratch: int  # for each slot: addresses, scalars, the drift of a row
@@ -93,7 +93,7 @@ def _put(address, n_bytes, k, x):
 
 @njit
 def _walk(c, slot, row, since):
-    """One row, step by step as far as that has to be: as many steps at a time as there are ways.
+    """One row, step by step as far as that has to be: as many steps at a time as there are paths.
 
     The drift is summed by itself, so that the weight is rounded once.
     """
@@ -105,7 +105,7 @@ def _walk(c, slot, row, since):
     int64s(arrays, c.n_arrays)[0] = drift - row * c.width * b
     for k in range(c.width):
         _put(drift, b, k, 0.0)
-    for k in range(1, c.ways):  # the states stay
+    for k in range(1, c.paths):  # the states stay
         _put(hp, b, k, 1.0)
     first = root = 1.0
     largest = carray(as_pointer(c.largest), 1, np.float64)[0]
@@ -115,26 +115,24 @@ def _walk(c, slot, row, since):
         if t < stop and largest * first >= LEAST * moved * root:
             epsilon = every[(t + 1) % SLEEP, _EPSILON]
             for k in range(NODES):
-                way, node = 0.0, 1.0
+                path, node = 0.0, 1.0
                 if t < stop and (every[(t + 1) % SLEEP, _EPSILON] > 0.0) == (epsilon > 0.0):
                     t += 1
                     step = every[t % SLEEP]
                     moved += abs(step[_SIZE]) * first
-                    for earlier in range(k):
-                        _put(
-                            hp, b, c.ways + earlier, _real(hp, b, c.ways + earlier) * step[_WEIGHT]
-                        )
+                    for earlier in range(c.paths, c.paths + k):
+                        _put(hp, b, earlier, _real(hp, b, earlier) * step[_WEIGHT])
                     weight, first = weight * step[_WEIGHT], first * step[_FIRST]
                     root *= step[_ROOT]
                     less = epsilon / step[_EPSILON] if epsilon > 0.0 else 1.0
-                    way, node = step[_SIZE] * first * less, root * less
-                _put(hp, b, c.ways + k, way)
+                    path, node = step[_SIZE] * first * less, root * less
+                _put(hp, b, c.paths + k, path)
                 _put(hp, b, c.nodes + 1 + k, node)
         else:  # the rest, as of a row that took step t
             scalars = c.many_hp + t % SLEEP * c.many_bytes
             weight, epsilon, t = _real(scalars, b, 0), _real(scalars, b, c.nodes), c.now
             for k in range(NODES):
-                _put(hp, b, c.ways + k, _real(scalars, b, c.ways + k) * first)
+                _put(hp, b, c.paths + k, _real(scalars, b, c.paths + k) * first)
                 _put(hp, b, c.nodes + 1 + k, _real(scalars, b, c.nodes + 1 + k) * root)
         _put(hp, b, c.nodes, epsilon)
         if t < c.now:
@@ -144,7 +142,7 @@ def _walk(c, slot, row, since):
         # The last of them come with the weight and the states.
         for k in range(c.width):
             _put(drift, b, k, _real(drift, b, k) * weight)
-        copy_bytes(hp, c.many_hp + since % SLEEP * c.many_bytes, c.ways * b)
+        copy_bytes(hp, c.many_hp + since % SLEEP * c.many_bytes, c.paths * b)
         call_address(c.behind_drift, c.arrays, row, 1, c.width, drift, hp)
 
 
@@ -285,7 +283,7 @@ class CatchUp:
             row_bytes=address_of(many.row_bytes), width=width,
             many=blocks(many).update_zero.address, many_hp=many_hp, many_bytes=many_bytes,
             steps=steps, largest=self._largest.buffer_info()[0], drift=drift,
-            behind_drift=behind_drift, ways=1 + scalars.n_states, nodes=scalars.n_sums,
+            behind_drift=behind_drift, paths=1 + scalars.n_states, nodes=scalars.n_sums,
             real_bytes=many.real.itemsize, scratch=scratch, scratch_bytes=8 * words,
             listed=scratch + 8 * threads * words, behind=self._behind.buffer_info()[0],
         ))  # fmt: skip

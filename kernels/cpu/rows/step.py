@@ -52,7 +52,7 @@ def row_norm(
     The kernel is that of a rule that measures the gradient, for the storage types of the sums.
     Returns the position of the first bad index, or -1 (`RowStep.bad_position`), and the sum.
     """
-    block = blocks(kernel).measure_real
+    block = blocks(kernel).reduce_real
     assert block is not None
     hp_of = np.zeros(tables.places[0], np.int64)
     step = RowStep(kernel, tables, gradients, hp, hp_of, block, touched_only=True)

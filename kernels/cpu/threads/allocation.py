@@ -41,7 +41,7 @@ class FillCall(NamedTuple):
 
 @part(FillCall)
 def fill_part(index, slot, c):
-    """Write the words of one stretch of memory."""
+    """Write the words of one span of memory."""
     words = int64s(c.address, c.n_words)
     k, end = index * _PART, min((index + 1) * _PART, c.n_words)
     while k < end:  # a range with a step calls Numba's function that raises if it is 0
@@ -51,6 +51,7 @@ def fill_part(index, slot, c):
 
 def _at_line(make: Any, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     dtype = np.dtype(dtype)
+    # Room to skip to a line, and behind the end for the last whole word that `full` writes.
     memory = make(math.prod(shape) * dtype.itemsize + LINE + _WORD, np.uint8)
     return np.ndarray(shape, dtype, memory, -address_of(memory) % LINE)
 
@@ -92,6 +93,7 @@ def on_large_pages(address: int, n_bytes: int) -> None:
 
     Reading rows far apart then causes fewer TLB misses. The system may ignore the advice.
     """
+    # Whole pages alone: those at both ends may belong to other arrays.
     begin, end = -(-address // mmap.PAGESIZE), (address + n_bytes) // mmap.PAGESIZE
     if n_bytes >= _LARGE_PAGES_FROM and _MADV_HUGEPAGE is not None:
         _advise(begin * mmap.PAGESIZE, (end - begin) * mmap.PAGESIZE, _MADV_HUGEPAGE)
@@ -103,6 +105,7 @@ def read_at_random(array: np.ndarray) -> None:
     while isinstance(owner, np.ndarray | memoryview):
         owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
     if isinstance(owner, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):
+        # The system refuses an address that is not the start of a page.
         before = address_of(array) % mmap.PAGESIZE
         _advise(address_of(array) - before, before + array.nbytes, mmap.MADV_RANDOM)
 

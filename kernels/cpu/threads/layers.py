@@ -100,7 +100,7 @@ def _quota(memberships: Path, mounts: Path) -> int | None:
     A group is also limited by its parent groups. A container may see its own group as the root of
     the mount, whatever its path is outside.
     """
-    found = []
+    quotas_of_groups = []
     try:
         lines = memberships.read_text(encoding="utf-8").splitlines()
     except OSError:  # there are no control groups
@@ -112,13 +112,14 @@ def _quota(memberships: Path, mounts: Path) -> int | None:
         places = [mounts / controllers, mounts / "cpu"] if controllers else [mounts]
         for place in places:
             group = Path(path.lstrip("/"))
-            found += [_quota_of(place / part) for part in (group, *group.parents)]
-    quotas = [quota for quota in found if quota is not None]
+            quotas_of_groups += [_quota_of(place / part) for part in (group, *group.parents)]
+    quotas = [quota for quota in quotas_of_groups if quota is not None]
     return max(1, int(min(quotas))) if quotas else None
 
 
 def _quota_of(group: Path) -> float | None:
     """Cores of one control group; None if it has no limit."""
+    # Version 2 has both numbers in one file, version 1 a file for each.
     for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         try:
             quota, period = " ".join((group / name).read_text("utf-8") for name in names).split()
@@ -165,6 +166,7 @@ def _without_regions() -> Generator[None, None, None]:
     process, running = os.getpid(), 0
     try:
         if add_atomically.is_loaded:  # else no region has run; a fork cannot compile it here
+            # In one addition: a region either was counted before, or finds the gate closed.
             running = add_atomically.call(REGIONS_AT, CLOSED) % CLOSED
         _tbb_has_ended = not running and _uses_tbb() and tbb.end()
         yield
@@ -200,6 +202,7 @@ def _look_for_threads_anew() -> None:
         _without_threads = "a fork while other threads had used tbb"
     _forget_threads()
     _tbb_has_ended = False
+    # So large that it stays above `CLOSED` whatever is added and taken away: no region begins.
     regions.value = _WITHOUT_THREADS if _without_threads else 0
     limit_of_environment.cache_clear()
 
@@ -259,15 +262,16 @@ def _load_tbb(chosen: str) -> bool:
     if chosen in ("omp", "workqueue"):
         return False
     try:
-        found = [f for f in files("tbb") or () if f.name in ("libtbb.so.12", "tbb12.dll")]
-        for file in found:
+        libraries = [f for f in files("tbb") or () if f.name in ("libtbb.so.12", "tbb12.dll")]
+        for file in libraries:
+            # For all libraries: Numba's layer finds it by the name that is loaded.
             ctypes.CDLL(str(Path(str(file.locate())).resolve()), mode=ctypes.RTLD_GLOBAL)
     except PackageNotFoundError:
         return False
     except OSError as error:
         _problem = f"tbb does not load: {error}"
         return False
-    return bool(found)
+    return bool(libraries)
 
 
 def _openmp() -> Any:

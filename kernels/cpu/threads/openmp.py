@@ -62,16 +62,16 @@ def functions() -> Functions | None:
     library = ctypes.CDLL(None)
     names = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"
     try:
-        found = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names]
+        addresses = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names]
     except AttributeError:
         return None
-    return Functions(*(address or 0 for address in found))
+    return Functions(*(address or 0 for address in addresses))
 
 
 class _Team(threading.local):
     """The OpenMP threads that run the loops of this Python thread, as far as they are known."""
 
-    size = 0  # the number of threads that PyTorch told when the clock was read
+    size = 0  # the number of threads that PyTorch reported when the clock was read
     clock = 0  # of the processor time of the second thread; 0: not known yet
     left_alone = 0  # the number of the next loops that run elsewhere
     patience = 0  # the next value of `left_alone`, after a loop that has waited for a thread
@@ -107,6 +107,7 @@ def record_loop(clock: int, was_late: int) -> None:
             system may suspend it in the middle of the next loop. So the threads are left alone for
             some loops then, for more each time.
     """
+    # 32 bits of the word were written, signed: Linux numbers the clocks of threads below 0.
     _team.clock = ctypes.c_int32(clock).value or _NOBODY
     if was_late:
         _team.patience = min(2 * _team.patience + _FIRST_PATIENCE, _MOST_PATIENCE)

@@ -1,9 +1,9 @@
 """The one parallel loop of the package.
 
 A `Loop` calls ``part(index, slot, call)`` for ``index`` in ``range(n)`` on several threads.
-Each thread begins with a stretch of consecutive parts that is the same in every call, so its caches
-may still hold that memory from the step before, and memory is read in its order. When its stretch
-is done, the thread helps with the other stretches. Parts are claimed one by one, so a thread that
+Each thread begins with a span of consecutive parts that is the same in every call, so its caches
+may still hold that memory from the step before, and memory is read in its order. When its span
+is done, the thread helps with the other spans. Parts are claimed one by one, so a thread that
 the system interrupts, or that never comes, does not hold up the rest. The result of a part must not
 depend on the thread that runs it. Since a loop gets its work as the address of a function, only one
 function of the package is compiled by Numba with ``parallel=True``.
@@ -79,20 +79,22 @@ _caller = _Caller()
 _OPENMP, _LAYER = "openmp", "layer"
 # So often a waiting thread reads a counter, in 20 to 50 ns each time, before it yields its core:
 # the part that it waits for may belong to a thread that the system has suspended.
-_LOOKS = 8_000
+_CHECKS = 8_000
 
 
 @njit
 def _run_parts(function, n, call, slot, threads, claimed):
-    """Run unclaimed parts, those of this thread's stretch first; returns how many were run."""
+    """Run unclaimed parts, those of this thread's span first; returns how many were run."""
     done = 0
     for k in range(threads):
         owner = (slot + k) % threads
+        # The same product and division as for the begin of the next span: no part is left out.
         end = (owner + 1) * n // threads
         while True:
-            # Each stretch has its counter on a cache line of its own, so threads that work on
-            # different stretches do not compete for a line.
+            # Each span has its counter on a cache line of its own, so threads that work on
+            # different spans do not compete for a line.
             index = owner * n // threads + atomic_add(claimed + owner * LINE, 1)
+            # The counter goes on past the end: whoever comes later finds nothing left either.
             if index >= end:
                 break
             call_address(function, index, slot, call)
@@ -103,14 +105,14 @@ def _run_parts(function, n, call, slot, threads, claimed):
 @njit
 def _wait(done, n):
     """Wait until a counter has reached ``n``; returns whether that took long."""
-    looks = 0
+    checks = 0
     while load_acquire(done) < n:
-        looks += 1
-        if looks < _LOOKS:
+        checks += 1
+        if checks < _CHECKS:
             cpu_pause()
         else:
             sleep()
-    return looks >= _LOOKS
+    return checks >= _CHECKS
 
 
 @njit
@@ -200,6 +202,7 @@ def _join(region):
     r = _regions_at(region, 1)[0]
     slot = number_from(r.thread_number)
     atomic_add(region + _BEGUN, 1)
+    # The caller's own thread is awake anyway: the clock of the second tells whether the others are.
     if slot == 1:
         store_clock(region + _CLOCK)
     if slot < r.threads:
@@ -213,7 +216,7 @@ def _join(region):
 
 
 def _call_shared(parallel, join, region, is_forked):
-    # A signal handler may have forked since the threads were looked for.
+    # A signal handler may have forked since the threads were checked.
     if load_int64(is_forked) == 0:
         call_address(parallel, join, region, 0, 0)
     else:
@@ -267,9 +270,9 @@ def set_num_threads(n: int | None) -> None:
 def get_num_threads() -> int:
     """The number of threads that the next call may use, without the limits of nn.torch alone."""
     most = limit_of_environment().threads
-    own = _caller.limit
-    if own is not None:
-        most = min(most, own.threads)
+    limit = _caller.limit
+    if limit is not None:
+        most = min(most, limit.threads)
     # The layer is not started for one thread. Here and below, most steps call nothing.
     if most == 1 or (layer.team is None and not start_layer()):
         return 1
@@ -296,8 +299,8 @@ def launcher() -> str | None:
 
 def deciding_limit() -> Limit:
     """The result of `get_num_threads` in this thread, and the setting that decides it."""
-    own = _caller.limit
-    limits = [limit_of_environment(), *([own] if own else [])]
+    limit_of_caller = _caller.limit
+    limits = [limit_of_environment(), *([limit_of_caller] if limit_of_caller else [])]
     if all(limit.threads > 1 for limit in limits):
         if start_layer():
             limits.append(Limit(available_threads.call(), "numba.set_num_threads"))
@@ -400,6 +403,7 @@ def compile_loops() -> None:
 def start_threads() -> None:
     """Start the threading layer, as the first parallel step would."""
     if get_num_threads() > 1:
+        # A loop without parts for two threads only wakes them.
         run_all((Loop(0, 0, 0, 2),))
 
 
@@ -435,7 +439,7 @@ def run_words(words: array[int]) -> None:
         _serial_loops.call(address, n_loops)
         return
     compile_loops()  # outside of the guard, for which a thread that compiles may wait
-    # Each loop counts the parts that are done, then the parts of each stretch that are claimed.
+    # Each loop counts the parts that are done, then the parts of each span that are claimed.
     counter_bytes = (1 + threads) * LINE
     counters = array("q", bytes(n_loops * counter_bytes))
     counting = counters.buffer_info()[0], counter_bytes
@@ -445,8 +449,8 @@ def run_words(words: array[int]) -> None:
     if is_allowed and (omp := openmp.functions()) and openmp.is_awake(team):
         asked = omp.thread_number, omp.team_size
         region = array("q", (address, n_loops, threads, *counting, *asked, 0, 0, 0))
-        at, _ = region.buffer_info()
-        _shared_loops.call(omp.parallel, _joined.address, at, openmp.IS_FORKED_AT)
+        region_at, _ = region.buffer_info()
+        _shared_loops.call(omp.parallel, _joined.address, region_at, openmp.IS_FORKED_AT)
         openmp.record_loop(*region[-2:])
         _caller.launcher = _OPENMP
         return

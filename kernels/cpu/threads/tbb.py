@@ -22,6 +22,7 @@ class _Definition(ctypes.Structure):
     """``PyModuleDef``."""
 
     _fields_ = [
+        # ``PyModuleDef_Base``: an object's header, and three words.
         ("base", ctypes.c_char * (object.__basicsize__ + 3 * ctypes.sizeof(ctypes.c_void_p))),
         ("name", ctypes.c_char_p),
         ("doc", ctypes.c_char_p),

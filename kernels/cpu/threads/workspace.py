@@ -52,6 +52,7 @@ def borrow(n_words: int) -> Block:
         block = _blocks.pop()
     except IndexError:
         return _allocate(n_words)
+    # One that is too small is dropped: the larger one will be given back in its place.
     return block if block.words.size >= n_words else _allocate(n_words)
 
 

@@ -26,7 +26,7 @@ from ..device.backend import (
 from ..device.guard import NOTHING, is_closed
 from ..device.memory import SUMS, Places, room_of
 from ..device.records import Real, Word, offsets_of
-from ..device.sums import add_tree, share_of_parts
+from ..device.sums import add_tree, strided_partial_sum
 from .step import Chunks, chunk_of, chunk_sums_kernel, dense_kernel
 
 THREADS = GEOMETRY.totals
@@ -83,9 +83,9 @@ class Squares(Protocol):
 class DenseSquares:
     """The squares of dense arrays, summed over each of their chunks."""
 
-    def __init__(self, found: DenseGradients, rule: Rule = SCALED) -> None:
-        self._loop = chunk_sums_kernel(scaling(found.storage, rule))
-        self._chunks = found.chunks(found.addresses)
+    def __init__(self, gradients: DenseGradients, rule: Rule = SCALED) -> None:
+        self._loop = chunk_sums_kernel(scaling(gradients.storage, rule))
+        self._chunks = gradients.chunks(gradients.addresses)
         self.counts, self.n_parts = self._chunks.counts, self._chunks.n_blocks
 
     def enqueue(self, parts: int, stream: Any) -> None:
@@ -97,16 +97,16 @@ class DenseSquares:
             chunks.launch(self._loop, stream, place, chunks.n_tensors, parts, 0)
 
 
-def squares(found: DenseGradients, stream: Any, rule: Rule = SCALED) -> np.ndarray:
+def squares(gradients: DenseGradients, stream: Any, rule: Rule = SCALED) -> np.ndarray:
     """The float64 sum of squares of each of some arrays; the host waits for them."""
-    own = DenseSquares(found, rule)
-    parts, ends = np.zeros(own.n_parts), np.cumsum(own.counts)
-    if own.n_parts:
+    sums = DenseSquares(gradients, rule)
+    parts, ends = np.zeros(sums.n_parts), np.cumsum(sums.counts)
+    if sums.n_parts:
         with room_of(stream, SUMS) as room:
             place = room.take(parts.nbytes)
-            own.enqueue(place, stream)
+            sums.enqueue(place, stream)
             copy_out(parts, place, stream)
-    spans = zip((ends - own.counts).tolist(), ends.tolist(), strict=True)
+    spans = zip((ends - sums.counts).tolist(), ends.tolist(), strict=True)
     return np.array([parts[begin:end].sum() for begin, end in spans])
 
 
@@ -122,7 +122,7 @@ def all_finite(storage: Storage, addresses: np.ndarray, sizes: np.ndarray, *, st
 def total_kernel(parts, n, totals, guard):
     """``loop[1, THREADS]``: the sum of all parts and the factor; NaN if the norm is not finite."""
     thread, shared = cuda.threadIdx.x, cuda.shared.array((1, THREADS), float64)
-    shared[0, thread] = share_of_parts(parts, 0, n, 0, 1, thread, THREADS)
+    shared[0, thread] = strided_partial_sum(parts, 0, n, 0, 1, thread, THREADS)
     add_tree(shared, thread, THREADS, 1)
     if thread == 0:
         squares, limit = shared[0, 0], load_float64(totals + AT.limit)
@@ -131,6 +131,7 @@ def total_kernel(parts, n, totals, guard):
         # would pass for clipped ones.
         factor = limit / max(norm, limit) if norm < np.inf else np.nan
         store_float64(totals + AT.squares, squares)
+        # In both types: each loop reads the factor as a scalar of its own arithmetic.
         store_float64(totals + AT.factor, factor)
         store_float32(totals + AT.factor_32, factor)
         backend.store_int64(totals + AT.gate, 0 if factor == 1.0 or is_closed(guard) else NOTHING)
@@ -148,15 +149,15 @@ class GlobalNorm(NamedTuple):
         copy_out(totals, self.totals, self.stream)
         return float(NormTotals(*totals).squares)
 
-    def scale(self, found: DenseGradients, results: np.ndarray, *, in_place: bool) -> None:
+    def scale(self, gradients: DenseGradients, results: np.ndarray, *, in_place: bool) -> None:
         """Enqueue writing gradients times the factor to ``results``, int64 addresses."""
-        chunks, stream = found.chunks(results), self.stream
+        chunks, stream = gradients.chunks(results), self.stream
         if chunks.n_tensors == 0:
             return
-        factor = AT.factor if real_of(found.storage) is F64 else AT.factor_32
+        factor = AT.factor if real_of(gradients.storage) is F64 else AT.factor_32
         words = chunks.words(np.full(len(results), self.totals + factor))
         with room_of(stream) as room:
-            place, loop = room.take(words.nbytes), dense_kernel(scaling(found.storage))
+            place, loop = room.take(words.nbytes), dense_kernel(scaling(gradients.storage))
             room.send(place, words)
             guard = self.totals + AT.gate if in_place else 0
             chunks.launch(loop, stream, place, chunks.n_tensors, guard)
@@ -168,15 +169,15 @@ def global_norm(
     guard: int,
 ) -> Iterator[GlobalNorm]:  # fmt: skip
     """Enqueue the norm of gradients and its limit; ``with`` holds the room while it is used."""
-    found, places = [*map(DenseSquares, gradients), *rows], Places()
+    sums, places = [*map(DenseSquares, gradients), *rows], Places()
     totals = np.array(NormTotals(0.0, limit, 0.0, 0.0, 0.0))
-    n_parts = sum(of.n_parts for of in found)
+    n_parts = sum(of.n_parts for of in sums)
     at_totals, at_parts = places.add(totals.nbytes), places.add(n_parts * 8)
     with room_of(stream, SUMS) as room:
         base = room.take(places.size)
         room.send(base + at_totals, totals)
         place = first = base + at_parts
-        for of in found:
+        for of in sums:
             if of.n_parts:
                 of.enqueue(place, stream)
                 place += of.n_parts * 8

@@ -29,7 +29,7 @@ from .tiles import (
     by_tiles,
     element_bytes,
     length_of,
-    measured_summed_tile,
+    reduced_summed_tile,
     scope_states,
     update_summed_tile,
     wide_loader,
@@ -48,34 +48,34 @@ class Lane(NamedTuple):
 
 
 def _over_row(make: Callable[[int], Any], length: int) -> Any:
-    """``run(at, width, is_aligned, *what)``: a function of tiles on those of a lane."""
+    """``over_row(position, width, is_aligned, *what)``: a function of tiles on those of a lane."""
     tile_loop = by_tiles(make, length)
 
     @cuda.jit(device=True)
-    def run(at, width, is_aligned, *what):
-        column = at.lane * length
+    def over_row(position, width, is_aligned, *what):
+        column = position.lane * length
         while column < width:
             tile_loop(column, width, is_aligned, *what)
-            column += at.lanes * length
+            column += position.lanes * length
 
-    return run
+    return over_row
 
 
-def _measured_tile(kernel: Kernel, length: int) -> Any:
-    """``run(i, arrays, (), (total,), hp, own)``: as `measured_summed_tile`, with an address."""
-    measure = measured_summed_tile(kernel, length)
+def _reduced_tile(kernel: Kernel, length: int) -> Any:
+    """``reduced_tile(i, arrays, (), (total,), hp, sums)``: `reduced_summed_tile`, at an address."""
+    reduce = reduced_summed_tile(kernel, length)
     read_hp = hp_reader(kernel.rule, kernel.prologue, kernel.real)
 
     @cuda.jit(device=True)
-    def run(i, arrays, how, tiles, hp, own):
+    def reduced_tile(i, arrays, how, tiles, hp, sums):
         # Not before the sum: they would take registers.
-        measure(i, arrays, how, tiles, read_hp(hp), own)
+        reduce(i, arrays, how, tiles, read_hp(hp), sums)
 
-    return run
+    return reduced_tile
 
 
 def row_updater(kernel: Kernel, gradient: Callable[[int], Any], threads: int) -> Any:
-    """``run(at, row, width, is_aligned, arrays, source, hp)``: a rule on the rows of a block.
+    """``update_row(position, row, width, is_aligned, arrays, source, hp)``: the rows of a block.
 
     ``gradient(n)`` is as in `with_sum`; ``arrays`` is where addresses lie, ``hp`` where the scalars
     do. All threads of a block call it; a width of 0 is that of one without a row.
@@ -83,9 +83,9 @@ def row_updater(kernel: Kernel, gradient: Callable[[int], Any], threads: int) ->
     rule, length = kernel.rule, length_of(kernel)
     n_values, n_factors = rule.n_measured, len(rule.scaled_fields)
     n_shared = max(n_values, n_factors)
-    measure = on_device(lambda *_: None)
+    reduce = on_device(lambda *_: None)
     if rule.measure is not None:
-        measure = _over_row(lambda n: with_sum(kernel, gradient, _measured_tile, n), length)
+        reduce = _over_row(lambda n: with_sum(kernel, gradient, _reduced_tile, n), length)
     update = _over_row(lambda n: with_sum(kernel, gradient, update_summed_tile, n), length)
     follow, scale = following(kernel, DEVICE), scaling(kernel, DEVICE)
     load_states, store_states = scope_states(kernel, n_factors)
@@ -93,29 +93,30 @@ def row_updater(kernel: Kernel, gradient: Callable[[int], Any], threads: int) ->
     take, take_factors, put = taker(n_values), taker(n_factors), putter(n_factors)
 
     @cuda.jit(device=True)
-    def run(at, row, width, is_aligned, arrays, source, hp):
-        own, first = cuda.local.array(n_shared, float64), row * width
+    def update_row(position, row, width, is_aligned, arrays, source, hp):
+        sums, first = cuda.local.array(n_shared, float64), row * width
         for k in range(n_shared):
-            own[k] = 0.0
+            sums[k] = 0.0
         # Threads without a row take part with a width of 0: the sum over lanes has barriers.
-        measure(at, width, is_aligned, first, arrays, source, hp, own)
+        reduce(position, width, is_aligned, first, arrays, source, hp, sums)
         shared = cuda.shared.array((n_shared, threads), float64)
-        cuda.syncthreads()  # all have read the factors of the rows before
+        # All have read the factors of the rows before, which lie in the same shared memory.
+        cuda.syncthreads()
         for k in range(n_shared):
-            shared[k, at.thread] = own[k]
-        add_lanes(shared, at.thread, at.lane, at.lanes, 1, n_values)
-        if width > 0 and at.lane == 0:
-            places, row_sums = read_arrays(arrays), shared[:, at.thread]
+            shared[k, position.thread] = sums[k]
+        add_lanes(shared, position.thread, position.lane, position.lanes, 1, n_values)
+        if width > 0 and position.lane == 0:
+            places, row_sums = read_arrays(arrays), shared[:, position.thread]
             states = load_states(row, places, (), ())
-            found = follow(take(row_sums), states, width, read_hp(hp))
-            store_states(row, places, (), (), found)
-            put(row_sums, found)
+            numbers = follow(take(row_sums), states, width, read_hp(hp))
+            store_states(row, places, (), (), numbers)
+            put(row_sums, numbers)
         cuda.syncthreads()
         if width > 0:
-            scaled = scale(read_hp(hp), take_factors(shared[:, at.thread - at.lane]))
-            update(at, width, is_aligned, first, arrays, source, scaled)
+            scaled = scale(read_hp(hp), take_factors(shared[:, position.thread - position.lane]))
+            update(position, width, is_aligned, first, arrays, source, scaled)
 
-    return run
+    return update_row
 
 
 class RowsRow(NamedTuple):
@@ -155,10 +156,11 @@ def row_wise_kernel(kernel: Kernel) -> Any:
         block, thread = np.int64(cuda.blockIdx.x), np.int64(cuda.threadIdx.x)
         of = find(table, n_tensors, block)
         lanes = np.int64(1) << of.log_lanes
-        at = Lane(thread, thread & (lanes - 1), lanes)
+        position = Lane(thread, thread & (lanes - 1), lanes)
+        # A shift: the lanes of a row are a power of 2, and a division takes tens of instructions.
         row = ((block - of.first_block) * THREADS + thread) >> of.log_lanes
         width = of.width if row < of.rows else np.int64(0)
-        update(at, row, width, of.is_aligned, of.arrays, (of.values,), of.hp)
+        update(position, row, width, of.is_aligned, of.arrays, (of.values,), of.hp)
 
     return loop
 

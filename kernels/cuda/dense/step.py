@@ -23,7 +23,7 @@ from ..device.memory import Places
 from ..device.part import LaunchContext
 from ..device.records import Word, Words, hp_reader, offsets_of, row_finder, table_of
 from ..device.sums import store_part
-from .tiles import are_aligned, by_chunks, length_of, measured_tile, update_tile
+from .tiles import are_aligned, by_chunks, length_of, reduced_tile, update_tile
 from .totals import Constants, Totals
 
 THREADS = GEOMETRY.dense.threads
@@ -45,19 +45,19 @@ def chunk_of(kernel: Kernel) -> int:
 
 
 def _on_chunk(kernel: Kernel, make_tile: Callable[[Kernel, int], Any]) -> Any:
-    """``run(table, n_tensors, *rest)``: a function of tiles on the chunk of the block."""
+    """``on_chunk(table, n_tensors, *rest)``: a function of tiles on the chunk of the block."""
     find = row_finder(TensorRow, "first_block", 2 + len(kernel.s))
     read_hp = hp_reader(kernel.rule, kernel.prologue, kernel.real)
     shape = length_of(kernel), THREADS, chunk_of(kernel)
     chunk_loop = by_chunks(partial(make_tile, kernel), *shape)
 
     @cuda.jit(device=True)
-    def run(table, n_tensors, *rest):
+    def on_chunk(table, n_tensors, *rest):
         row = find(table, n_tensors, cuda.blockIdx.x)
         number, hp = cuda.blockIdx.x - row.first_block, read_hp(row.hp)
         chunk_loop(number, row.size, row.is_aligned, row.arrays, (), (), hp, *rest)
 
-    return run
+    return on_chunk
 
 
 _AT = offsets_of(TensorRow)
@@ -99,20 +99,20 @@ class Chunks:
 @cache
 def chunk_sums_kernel(kernel: Kernel) -> Any:
     """``loop[blocks, THREADS](table, n_tensors, parts, guard)``: the sums of each chunk."""
-    add_chunk, n_values = _on_chunk(kernel, measured_tile), kernel.rule.n_measured
+    add_chunk, n_values = _on_chunk(kernel, reduced_tile), kernel.rule.n_measured
 
     @cuda.jit
     def loop(table, n_tensors, parts, guard):
         if is_closed(guard):
             return
         block, thread = cuda.blockIdx.x, cuda.threadIdx.x
-        own = cuda.local.array(n_values, float64)
+        sums = cuda.local.array(n_values, float64)
         for k in range(n_values):
-            own[k] = 0.0
-        add_chunk(table, n_tensors, own)
+            sums[k] = 0.0
+        add_chunk(table, n_tensors, sums)
         shared = cuda.shared.array((n_values, THREADS), float64)
         for k in range(n_values):
-            shared[k, thread] = own[k]
+            shared[k, thread] = sums[k]
         store_part(parts, block, shared, thread, THREADS, n_values)
 
     return loop
@@ -144,14 +144,14 @@ class DenseStep:
     ) -> None:  # fmt: skip
         self._chunks = Chunks(chunk_of(kernel), np.column_stack([gradients, addresses]), sizes)
         self._table, self.n_words, places = 0, self._chunks.n_words, Places()
-        self._update, self._measure = dense_kernel(kernel), None
+        self._update, self._reduce = dense_kernel(kernel), None
         self.loops = [self._update]
         if kernel.rule.factor:
-            self._measure = chunk_sums_kernel(kernel)
+            self._reduce = chunk_sums_kernel(kernel)
             self._totals = Totals(kernel, TensorRow, constants, self._chunks.n_tensors)
             self._at_parts = places.add(8 * self._chunks.n_blocks * kernel.rule.n_measured)
             self._at_new = places.add(self._totals.scratch_bytes)
-            self.loops += [self._measure, *self._totals.loops]
+            self.loops += [self._reduce, *self._totals.loops]
         self.scratch_bytes = places.size
 
     def put(self, addresses: np.ndarray, gradients: np.ndarray) -> None:
@@ -164,13 +164,13 @@ class DenseStep:
 
     def enqueue(self, call: LaunchContext) -> None:
         chunks, table = self._chunks, (self._table, self._chunks.n_tensors)
-        if not self._measure:
+        if not self._reduce:
             chunks.launch(self._update, call.stream, *table, call.guard)
             return
         parts, new = call.scratch + self._at_parts, call.scratch + self._at_new
         # In the order of the stream: sums, what follows from them, the update with the changed
-        # scalars, and at last new states of tensors, whose old ones the update was told.
-        chunks.launch(self._measure, call.stream, *table, parts, call.guard)
+        # scalars, and at last new states of tensors, whose old ones the update was given.
+        chunks.launch(self._reduce, call.stream, *table, parts, call.guard)
         self._totals.follow(self._table, chunks.n_blocks, parts, new, call)
         chunks.launch(self._update, call.stream, *table, call.guard)
         self._totals.store(self._table, new, call)

@@ -62,7 +62,7 @@ def access(storage: Storage, length: int) -> Access:
 
 
 def by_tiles(make: Callable[[int], Any], length: int) -> Any:
-    """``run(column, width, is_aligned, *what)``: the tile of a row that begins at ``column``.
+    """``tiled(column, width, is_aligned, *what)``: the tile of a row that begins at ``column``.
 
     ``make(n)`` makes ``tile_loop(column, *what)`` for tiles of ``n`` elements. Where the row is not
     aligned, or ends within the tile, its elements are worked on one by one.
@@ -70,28 +70,29 @@ def by_tiles(make: Callable[[int], Any], length: int) -> Any:
     tile_loop, single_loop = make(length), make(1)
 
     @cuda.jit(device=True)
-    def run(column, width, is_aligned, *what):
+    def tiled(column, width, is_aligned, *what):
         if is_aligned and column + length <= width:
             tile_loop(column, *what)
         else:
             for c in range(column, min(column + length, width)):
                 single_loop(c, *what)
 
-    return run
+    return tiled
 
 
 def by_chunks(make: Callable[[int], Any], length: int, threads: int, chunk: int) -> Any:
-    """``run(number, size, is_aligned, *what)``: a thread's share of a chunk; single ones last."""
+    """``chunked(number, size, is_aligned, *what)``: a thread's share of a chunk; its end singly."""
     tile_loop, single_loop, stride = make(length), make(1), threads * length
 
     # Unsigned: with signed bounds the compiler unrolls the loops and divides for their number of
     # rounds.
     @cuda.jit(device=True)
-    def run(number, size, is_aligned, *what):
+    def chunked(number, size, is_aligned, *what):
         begin, thread = np.uint64(number) * np.uint64(chunk), np.uint64(cuda.threadIdx.x)
         end = min(np.uint64(size), begin + np.uint64(chunk))
         whole = begin
         if is_aligned:
+            # Chunks begin at multiples of a tile: only a tensor ends in single elements.
             whole = end - end % np.uint64(length)
             i = begin + thread * np.uint64(length)
             while i < whole:
@@ -102,13 +103,13 @@ def by_chunks(make: Callable[[int], Any], length: int, threads: int, chunk: int)
             single_loop(np.int64(i), *what)
             i += np.uint64(threads)
 
-    return run
+    return chunked
 
 
 def in_registers(
     accesses: list[Access], length: int, work: Any, *, stored: Collection[int], k: int = 0
 ) -> Any:
-    """``run(i, places, how, tiles, *rest)``: ``work(tiles, *rest)`` on elements of some arrays.
+    """``registered(i, places, how, tiles, *rest)``: ``work(tiles, *rest)`` on some elements.
 
     ``places`` has their addresses, ``how`` what an access takes beside them. To ``tiles``, which
     may have some already, come those of the arrays from number ``k`` on.
@@ -119,15 +120,15 @@ def in_registers(
     inner = in_registers(accesses, length, work, stored=stored, k=k + 1)
 
     @cuda.jit(device=True)
-    def run(i, places, how, tiles, *rest):
+    def registered(i, places, how, tiles, *rest):
         tile = cuda.local.array(length, kind)
         load(tile, places[k], i, *how)
-        found = inner(i, places, how, (*tiles, tile), *rest)
+        result = inner(i, places, how, (*tiles, tile), *rest)
         if is_stored:
             store(tile, places[k], i, *how)
-        return found
+        return result
 
-    return run
+    return registered
 
 
 @cuda.jit(device=True)
@@ -148,12 +149,12 @@ def _tensor_access(storage: Storage) -> Access:
 
 def _accesses(kernel: Kernel, length: int) -> list[Access]:
     """The gradient, then each array, of which an element may have nothing."""
-    found = [access(kernel.g, length)]
+    accesses = [access(kernel.g, length)]
     for storage, per in zip((kernel.w, *kernel.s), kernel.per, strict=True):
-        own = access(storage, length)
-        left = Access(own.kind, _leave, _leave)
-        found.append({"element": own, "tensor": _tensor_access(storage)}.get(per, left))
-    return found
+        elementwise = access(storage, length)
+        left = Access(elementwise.kind, _leave, _leave)
+        accesses.append({"element": elementwise, "tensor": _tensor_access(storage)}.get(per, left))
+    return accesses
 
 
 def _updating(kernel: Kernel, length: int) -> Any:
@@ -169,46 +170,46 @@ def _updating(kernel: Kernel, length: int) -> Any:
 
 
 def update_tile(kernel: Kernel, length: int) -> Any:
-    """``run(i, arrays, (), (), hp)``: the rule on a tile; the first array is the gradient."""
+    """``registered(i, arrays, (), (), hp)``: the rule on a tile; the gradient comes first."""
     accesses, update = _accesses(kernel, length), _updating(kernel, length)
     return in_registers(accesses, length, update, stored=[1 + k for k in kernel.stored])
 
 
 def update_summed_tile(kernel: Kernel, length: int) -> Any:
-    """``run(i, arrays, (), (total,), hp)``: the same for a gradient that is summed in registers."""
+    """``registered(i, arrays, (), (total,), hp)``: the same, of a gradient summed in registers."""
     update = _updating(kernel.with_gradient(kernel.real), length)
     return in_registers(_accesses(kernel, length)[1:], length, update, stored=kernel.stored)
 
 
-def _measuring(kernel: Kernel, length: int) -> Any:
-    """``measure(tiles, hp, sums)``: what is measured of tiles, to float64 sums."""
+def _reducing(kernel: Kernel, length: int) -> Any:
+    """``reduce(tiles, hp, sums)``: what is measured of tiles, to float64 sums."""
     values, add = values_of(kernel, DEVICE), adder(kernel.rule, DEVICE)
     put = putter(kernel.rule.n_measured)
 
     @cuda.jit(device=True)
-    def measure(tiles, hp, sums):
+    def reduce(tiles, hp, sums):
         for k in range(length):
             put(sums, add(sums, values(tiles[1:], tiles[0], k, hp)))
 
-    return measure
+    return reduce
 
 
-def measured_tile(kernel: Kernel, length: int) -> Any:
-    """``run(i, arrays, (), (), hp, sums)``: what is measured of a tile, to float64 sums."""
-    return in_registers(_accesses(kernel, length), length, _measuring(kernel, length), stored=())
+def reduced_tile(kernel: Kernel, length: int) -> Any:
+    """``registered(i, arrays, (), (), hp, sums)``: what is measured of a tile, to float64 sums."""
+    return in_registers(_accesses(kernel, length), length, _reducing(kernel, length), stored=())
 
 
-def measured_summed_tile(kernel: Kernel, length: int) -> Any:
-    """``run(i, arrays, (), (total,), hp, sums)``: as `update_summed_tile`."""
-    measure = _measuring(kernel.with_gradient(kernel.real), length)
-    return in_registers(_accesses(kernel, length)[1:], length, measure, stored=())
+def reduced_summed_tile(kernel: Kernel, length: int) -> Any:
+    """``registered(i, arrays, (), (total,), hp, sums)``: as `update_summed_tile`."""
+    reduce = _reducing(kernel.with_gradient(kernel.real), length)
+    return in_registers(_accesses(kernel, length)[1:], length, reduce, stored=())
 
 
 def with_sum(
     kernel: Kernel, gradient: Callable[[int], Any], make_tile: Callable[[Kernel, int], Any],
     length: int,
 ) -> Any:  # fmt: skip
-    """``run(column, first, arrays, source, *rest)``: a function of a tile whose gradient is summed.
+    """``summed(column, first, arrays, source, *rest)``: a function of a tile, its gradient summed.
 
     ``gradient(length)`` is ``load(total, column, first, *source)``, for columns of the row whose
     first element is number ``first``; ``arrays`` is where the addresses of all arrays lie.
@@ -217,13 +218,13 @@ def with_sum(
     read_arrays = address_reader(kernel)
 
     @cuda.jit(device=True)
-    def run(column, first, arrays, source, *rest):
+    def summed(column, first, arrays, source, *rest):
         total = cuda.local.array(length, kind)
         load(total, column, first, *source)
         # Addresses not before the sum: they would take registers.
         work(first + column, read_arrays(arrays), (), (total,), *rest)
 
-    return run
+    return summed
 
 
 def address_reader(kernel: Kernel) -> Any:
@@ -252,22 +253,22 @@ def scope_states(kernel: Kernel, begin: int) -> ScopeStates:
 
 @cache
 def wide_loader(g: Storage, real: Storage, length: int) -> Any:
-    """``run(total, address, i)``: load a tile stored as ``g`` as numbers of the type ``real``."""
+    """``load_wide(total, address, i)``: load a tile of ``g`` as numbers of type ``real``."""
     (g_type, load, _), to_kind = access(g, length), numba_type(real)
     to_real = device_function(g.to_real)
 
     @cuda.jit(device=True)
-    def run(total, address, i):
+    def load_wide(total, address, i):
         d = cuda.local.array(length, g_type)
         load(d, address, i)
         for k in range(length):
             total[k] = to_kind(to_real(d[k]))
 
-    return run
+    return load_wide
 
 
 def add_next(start: Any, place_of: Any, real: Storage, length: int, n: int) -> Any:
-    """``run(total, i, k, *source)``: add what lies at the places of numbers ``k`` to ``k + n - 1``.
+    """``add_tiles(total, i, k, *source)``: add what lies at places number ``k`` to ``k + n - 1``.
 
     ``place_of(k, *source)`` is one of them. All are loaded at once, that their way from memory is
     waited for less often, and added in order.
@@ -275,7 +276,7 @@ def add_next(start: Any, place_of: Any, real: Storage, length: int, n: int) -> A
     kind = numba_type(real)
 
     @cuda.jit(device=True)
-    def run(total, i, k, *source):
+    def add_tiles(total, i, k, *source):
         tiles = cuda.local.array((n, length), kind)
         for j in range(n):
             start(tiles[j], place_of(k + j, *source), i)
@@ -283,11 +284,11 @@ def add_next(start: Any, place_of: Any, real: Storage, length: int, n: int) -> A
             for c in range(length):
                 total[c] += tiles[j, c]
 
-    return run
+    return add_tiles
 
 
 def add_between(start: Any, place_of: Any, real: Storage, length: int, at_once: int) -> Any:
-    """``run(total, i, k, end, *source)``: as `add_next`, up to ``end``.
+    """``add_range(total, i, k, end, *source)``: as `add_next`, up to ``end``.
 
     So many are loaded ``at_once``, of the rest a quarter of that, and so on.
     """
@@ -298,10 +299,10 @@ def add_between(start: Any, place_of: Any, real: Storage, length: int, at_once: 
     add_rest = add_between(start, place_of, real, length, fewer)
 
     @cuda.jit(device=True)
-    def run(total, i, k, end, *source):
+    def add_range(total, i, k, end, *source):
         while k + at_once <= end:
             add(total, i, k, *source)
             k += at_once
         add_rest(total, i, k, end, *source)
 
-    return run
+    return add_range

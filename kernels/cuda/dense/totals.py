@@ -2,7 +2,7 @@
 
 One block for each tensor adds up what other blocks have left of its sums. The scalars are changed
 at once, before the update reads them; the new states of the tensor come to their places after it,
-since it is told the old ones.
+since it is given the old ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..device.functions import DEVICE
 from ..device.guard import is_closed
 from ..device.part import LaunchContext
 from ..device.records import hp_reader, row_reader
-from ..device.sums import add_tree, putter, share_of_parts, taker
+from ..device.sums import add_tree, putter, strided_partial_sum, taker
 from .tiles import scope_states
 
 THREADS = GEOMETRY.totals
@@ -49,19 +49,20 @@ def totals_kernel(kernel: Kernel, record: Any, constants: Constants) -> Any:
             return
         t, thread = np.int64(cuda.blockIdx.x), cuda.threadIdx.x
         row, end = row_at(table, t), n_blocks
+        # The parts of a tensor end where those of the next one begin.
         if t + 1 < n_tensors:
             end = row_at(table, t + 1).first_block
         shared = cuda.shared.array((n_values, THREADS), float64)
         for k in range(n_values):
-            own = share_of_parts(parts, row.first_block, end, k, n_values, thread, THREADS)
-            shared[k, thread] = own
+            total = strided_partial_sum(parts, row.first_block, end, k, n_values, thread, THREADS)
+            shared[k, thread] = total
         add_tree(shared, thread, THREADS, n_values)
         if thread == 0:
             hp, states = read_hp(row.hp), load_states(0, row.arrays[1:], (), ())
-            found = follow(take(shared[:, 0]), states, max(1, row.size), hp)
-            store_hp(row.hp, scale(hp, found))
+            numbers = follow(take(shared[:, 0]), states, max(1, row.size), hp)
+            store_hp(row.hp, scale(hp, numbers))
             kept = cuda.local.array(n_kept, float64)
-            put(kept, found)
+            put(kept, numbers)
             for k in range(n_new):
                 store_float64(new + (t * n_new + k) * 8, kept[k])
 
@@ -77,6 +78,7 @@ def states_kernel(kernel: Kernel, record: Any) -> Any:
     @cuda.jit
     def loop(table, n_tensors, new, guard):
         t = cuda.grid(1)
+        # The last block has threads without a tensor.
         if t < n_tensors and not is_closed(guard):
             store_states(0, row_at(table, t).arrays[1:], (), (), read(new + t * n_new * 8))
 

@@ -58,15 +58,16 @@ class _NoTextError(Exception):
     """An object of which nothing is known that stays the same from process to process."""
 
 
-def _feed(digest: Any, value: Any, known: dict[int, tuple[int, Any]]) -> None:
+def _feed(digest: Any, value: Any, numbers: dict[int, tuple[int, Any]]) -> None:
     """Feed all that decides the machine code of a function, or of what its closure holds."""
     if isinstance(value, _CONSTANTS):
         digest.update(f"{type(value).__name__} {value!r}\n".encode())
         return
-    if id(value) in known:
-        digest.update(f"again {known[id(value)][0]}\n".encode())
+    if id(value) in numbers:
+        # By its number: a closure may reach itself.
+        digest.update(f"again {numbers[id(value)][0]}\n".encode())
         return
-    known[id(value)] = len(known), value  # which keeps it alive, and its number its own
+    numbers[id(value)] = len(numbers), value  # which keeps it alive, and its number its own
     if isinstance(value, _NAMED):
         module, name = getattr(value, "__module__", ""), getattr(value, "__qualname__", repr(value))
         digest.update(f"{module} {name} {getattr(value, '_fields', ())}\n".encode())
@@ -75,12 +76,12 @@ def _feed(digest: Any, value: Any, known: dict[int, tuple[int, Any]]) -> None:
     elif isinstance(value, tuple | list):
         digest.update(f"{type(value).__name__} {len(value)}\n".encode())
         for part in value:
-            _feed(digest, part, known)
+            _feed(digest, part, numbers)
     elif isinstance(value, python_types.FunctionType):
         digest.update(f"{value.__module__}\n".encode())
         on_disk.feed_code(digest, value.__code__)
         for part in _reached(value):
-            _feed(digest, part, known)
+            _feed(digest, part, numbers)
     else:
         # What `cuda.jit`, `numba.njit`, `functools.cache` or `intrinsic` was put on.
         names = "py_func", "__wrapped__", "_defn"
@@ -88,7 +89,7 @@ def _feed(digest: Any, value: Any, known: dict[int, tuple[int, Any]]) -> None:
         if inner is None:
             raise _NoTextError
         digest.update(f"{type(value).__name__} {getattr(value, 'targetoptions', '')}\n".encode())
-        _feed(digest, inner, known)
+        _feed(digest, inner, numbers)
 
 
 def _reached(function: python_types.FunctionType) -> list[Any]:

@@ -25,11 +25,11 @@ _NO_CAPTURE = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 
 def _checked(result: tuple[Any, ...]) -> Any:
     """The result of a call of the driver; an error where it failed."""
-    error, *found = result
+    error, *values = result
     if error != _SUCCESS:
         _, name = driver.cuGetErrorName(error)
         raise RuntimeError(f"CUDA driver: {name.decode()}")
-    return found[0] if found else None
+    return values[0] if values else None
 
 
 def address_of(array: Any) -> int:
@@ -129,7 +129,7 @@ def prepare(loop: Any) -> Any:
         if cubin is None:
             check_tools()
             loop.compile((types.int64,) * loop.py_func.__code__.co_argcount)
-            cubin = Cubin(*found) if (found := cubin_of(loop)) else None
+            cubin = Cubin(*image) if (image := cubin_of(loop)) else None
             if cubin is not None:
                 cubins.save(loop, capability, cubin)
         _compiled[key] = cubin and ObjectCode.from_cubin(cubin.code).get_kernel(cubin.entry)

@@ -32,8 +32,8 @@ def _pieces(builder, address, i, element, count, itemsize):
     else:
         kind = ir.VectorType(element, length) if length > 1 else element
     for first in range(0, count, length):
-        at = builder.add(address, ir.Constant(_I64, first * itemsize))
-        yield first, length, builder.inttoptr(at, ir.PointerType(kind, _GLOBAL))
+        place = builder.add(address, ir.Constant(_I64, first * itemsize))
+        yield first, length, builder.inttoptr(place, ir.PointerType(kind, _GLOBAL))
 
 
 def _unpacked(builder, vector, itemsize, length):
@@ -62,25 +62,26 @@ def _packed(builder, values, itemsize):
 
 
 def _tile_mover(count, itemsize, move):
-    """``run(tile, address, i)``: move ``count`` elements of a local array, from ``i`` on there."""
+    """``move_tile(tile, address, i)``: move ``count`` elements of a local array, from ``i``."""
 
     @intrinsic
-    def run(typingctx, tile, address, i):
+    def move_tile(typingctx, tile, address, i):
         def codegen(context, builder, signature, args):
-            kind, (array, *at) = signature.args[0], args
+            kind, (array, *place) = signature.args[0], args
             data = context.make_array(kind)(context, builder, array).data
             element = context.get_data_type(kind.dtype)
-            for first, length, pointer in _pieces(builder, *at, element, count, itemsize):
+            for first, length, pointer in _pieces(builder, *place, element, count, itemsize):
                 numbers = (ir.Constant(_I64, k) for k in range(first, first + length))
                 move(builder, pointer, [builder.gep(data, [k]) for k in numbers], itemsize)
             return context.get_dummy_value()
 
         return types.void(tile, types.int64, types.int64), codegen
 
-    return run
+    return move_tile
 
 
 def _load_vector(builder, pointer, places, itemsize):
+    # Aligned as a whole: without that the compiler would split it. `are_aligned` answers for it.
     vector = builder.load(pointer, align=len(places) * itemsize)
     for value, place in zip(_unpacked(builder, vector, itemsize, len(places)), places, strict=True):
         builder.store(value, place)
@@ -121,9 +122,9 @@ def reader(kind):
                 nonlocal place
                 if isinstance(part, types.BaseTuple):
                     return context.make_tuple(builder, part, [load(k) for k in part])
-                at = builder.add(args[0], ir.Constant(_I64, place))
+                field = builder.add(args[0], ir.Constant(_I64, place))
                 place += _bytes(part)
-                return builder.load(_at(context, builder, at, part), align=_bytes(part))
+                return builder.load(_at(context, builder, field, part), align=_bytes(part))
 
             return load(kind)
 
@@ -138,13 +139,14 @@ def storer(kind):
     @intrinsic
     def store(typingctx, address, value):
         def codegen(context, builder, signature, args):
-            given, parts = signature.args[1], [args[1]]
-            if isinstance(given, types.BaseTuple):
-                parts = [builder.extract_value(args[1], k) for k in range(given.count)]
+            source, parts = signature.args[1], [args[1]]
+            if isinstance(source, types.BaseTuple):
+                parts = [builder.extract_value(args[1], k) for k in range(source.count)]
             for k, part in enumerate(parts):
-                part = context.cast(builder, part, getattr(given, "dtype", given), kind)
-                at = builder.add(args[0], ir.Constant(_I64, k * _bytes(kind)))
-                builder.store(part, _at(context, builder, at, kind), align=_bytes(kind))
+                # A tuple of equal types has a ``dtype``; a number is its own.
+                part = context.cast(builder, part, getattr(source, "dtype", source), kind)
+                field = builder.add(args[0], ir.Constant(_I64, k * _bytes(kind)))
+                builder.store(part, _at(context, builder, field, kind), align=_bytes(kind))
             return context.get_dummy_value()
 
         return types.void(types.int64, types.unliteral(value)), codegen
@@ -165,26 +167,26 @@ def rounded_product(typingctx, x, y):
     def codegen(context, builder, signature, args):
         kind = args[0].type
         function = ir.FunctionType(kind, [kind, kind])
-        known = builder.module.globals.get(name)
-        return builder.call(known or ir.Function(builder.module, function, name), args)
+        declared = builder.module.globals.get(name)
+        return builder.call(declared or ir.Function(builder.module, function, name), args)
 
     return x(x, y), codegen
 
 
 def _atomic(operation):
-    """``run(address, value)``: change the ``int64`` at an address; what was there before."""
+    """``atomic(address, value)``: change the ``int64`` at an address; what was there before."""
 
     # On integers alone, whose sums and minima are the same in any order; those of floats would show
     # in the last bits.
     @intrinsic
-    def run(typingctx, address, value):
+    def atomic(typingctx, address, value):
         def codegen(context, builder, signature, args):
             pointer = builder.inttoptr(args[0], ir.PointerType(_I64, _GLOBAL))
             return builder.atomic_rmw(operation, pointer, args[1], "monotonic")
 
         return types.int64(types.int64, types.int64), codegen
 
-    return run
+    return atomic
 
 
 lower_int64 = _atomic("min")

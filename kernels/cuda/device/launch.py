@@ -16,12 +16,13 @@ def on_elements(loop: Any, n: int, stream: Any) -> Any:
 def tile_grid(width: int, length: int, threads: int) -> tuple[int, int, int]:
     """Threads of a block along tiles (a power of 2) and along rows, and the groups of tiles."""
     n_tiles = max(1, -(-width // length))
+    # A power of 2: sums over lanes halve them.
     across = min(threads, 1 << (n_tiles - 1).bit_length())
     return across, threads // across, -(-n_tiles // across)
 
 
 class Launches:
-    """Launches that follow one another in every step, made anew only where they differ.
+    """Launches that follow one another in every step, rebuilt only where they differ.
 
     ``make(call)`` gives them for a stream, scratch memory and tables, each as a function, and
     whether that takes the guard: what differs from step to step is the last argument of a loop.

@@ -47,6 +47,7 @@ class _Pinned:
 
     def begin(self, n_bytes: int) -> None:
         """Use it from the start, for so many bytes at least; the host waits for its last copies."""
+        # Until then copies may read this memory, and what is written would go along with them.
         self.last.synchronize()
         self.used = 0
         if n_bytes > len(self.bytes):
@@ -114,6 +115,7 @@ _rooms: dict[tuple[int, ...], Room] = {}
 def room_of(stream: Any, kind: int = WORK) -> Room:
     """The room of a stream of the current device; there is one of each ``kind``."""
     key = device_id(), *key_of(stream), kind
+    # By `setdefault` two threads that make one at once get the same.
     return _rooms.get(key) or _rooms.setdefault(key, Room(stream))
 
 

@@ -30,6 +30,7 @@ class _Stage:
         places = Places()
         starts = [places.add(piece.nbytes) for piece in pieces]
         if places.size > len(self._bytes):
+            # The memory that is dropped may still be on its way to the device.
             self.free.synchronize()
             self._bytes = cuda.pinned_array(places.size, np.uint8)
         return [
@@ -56,6 +57,7 @@ class Staging:
         the stream before comes first; what comes later waits.
         """
         with self._lock:
+            # What the user has enqueued may still write what is fetched.
             follow(self._arrivals, stream)
             try:
                 arriving = [self._fetch(k, chunk) for k, chunk in enumerate(chunks[:1])]

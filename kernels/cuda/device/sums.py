@@ -78,11 +78,12 @@ def strided_sum(place, k, end, step, stride):
     total, i = 0.0, np.uint64(k)
     while i < np.uint64(end):
         total += load_float64(place + np.int64(i) * stride)
+        # Neighbouring threads read neighbouring parts, so that loads are coalesced.
         i += np.uint64(step)
     return total
 
 
 @cuda.jit(device=True)
-def share_of_parts(parts, first, end, value, n_values, thread, threads):
+def strided_partial_sum(parts, first, end, value, n_values, thread, threads):
     """The share of one of ``threads`` in adding up the parts from ``first`` to ``end`` of a sum."""
     return strided_sum(parts + value * 8, first + thread, end, threads, n_values * 8)

@@ -35,8 +35,8 @@ def check_tools() -> None:
         wrong, least, got = "the driver is older than nvJitLink", linker[:1], newest
         fix = "install a newer driver, or fusestep[cuda12]"
     if wrong:
-        expected, found = (".".join(map(str, version)) for version in (least, got))
-        raise RuntimeError(f"CUDA: {wrong}: expected at least {expected}, got {found}; {fix}")
+        expected, actual = (".".join(map(str, version)) for version in (least, got))
+        raise RuntimeError(f"CUDA: {wrong}: expected at least {expected}, got {actual}; {fix}")
 
 
 def _release_of_nvvm() -> tuple[int, ...]:
@@ -49,5 +49,5 @@ def _release_of_nvvm() -> tuple[int, ...]:
         nvvm.get_compiled_result(program, made)
     finally:
         nvvm.destroy_program(program)
-    found = re.search(rb"release (\d+)\.(\d+)", made)
-    return tuple(map(int, found.groups())) if found else ()
+    release = re.search(rb"release (\d+)\.(\d+)", made)
+    return tuple(map(int, release.groups())) if release else ()

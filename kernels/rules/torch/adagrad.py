@@ -36,6 +36,7 @@ def mean_square(g: Any, v: Any, hp: Any) -> Any:
 @rule_helper
 def deviation(v: Any, a: Any, hp: Any) -> Any:
     """The divisor of the centered form."""
+    # A product that is rounded before the subtraction, as PyTorch's is.
     return math.sqrt(v - product(a, a)) + hp.epsilon
 
 

@@ -25,6 +25,7 @@ from ..idle import drifting, drifting_by_largest
 @rule_helper
 def lerp(x: Any, y: Any, share: Any, zero: Any) -> Any:
     """Linear interpolation from ``x`` to ``y``, begun at the nearer; `share_of` gives ``share``."""
+    # `share_of` is negative where it counts from ``y``: the sign tells which is the nearer.
     return (x if share > zero else y) + share * (y - x)
 
 
@@ -51,6 +52,7 @@ def square(g: Any, v: Any, hp: Any) -> Any:
 @rule_helper
 def larger(x: Any, y: Any) -> Any:
     """The larger of two numbers; a NaN if one is."""
+    # ``x != x`` keeps a NaN of ``x``; one of ``y`` makes the comparison false and is returned.
     return x if x > y or x != x else y
 
 
@@ -103,14 +105,15 @@ def kept_of(hp: Any) -> float:
 
 def idle_adam(hp: Any, decay: float) -> IdleStep:
     """Adam and AdamW without a gradient."""
+    # Numerator and denominator divided by ``root``, as an idle step has none.
     size, epsilon = hp.step_size / hp.root, hp.epsilon / hp.root
     return IdleStep(hp.shrink, (kept_of(hp), hp.beta2), size, epsilon)
 
 
 def idle_amsgrad(hp: Any, decay: float) -> IdleStep:
     """AMSGrad without a gradient: the largest second moment stays."""
-    own = idle_adam(hp, decay)
-    return own._replace(states=(*own.states, 1.0))
+    step = idle_adam(hp, decay)
+    return step._replace(states=(*step.states, 1.0))
 
 
 _STATES = ("exp_avg", "exp_avg_sq")

@@ -19,12 +19,12 @@ from ....ops.runtime.bags.tensor import BagTensor
 from ....ops.runtime.row_step import RowGradient
 from .memory import (
     PLAIN_TYPES,
-    Stretch,
+    Span,
     Written,
     address_of,
     are_there,
     bytes_of,
-    check_apart,
+    check_no_alias,
     dtype_of,
     is_contiguous,
     numel_of,
@@ -214,8 +214,8 @@ class Chosen:
             places = [record.single_places[record.traits.count_place] for record in self.records]
         self.count = TensorCount(places)
         self._expect_gradients(columns, expected)
-        if not memory.lies_apart:
-            self._check_apart(())
+        if not memory.has_no_alias:
+            self._check_no_alias(())
 
     @torch.no_grad()
     def stale(self, states: Sequence[Any]) -> list[int]:
@@ -223,13 +223,13 @@ class Chosen:
         pairs = enumerate(zip(self.records, states, strict=True))
         return [i for i, (own, state) in pairs if not Expected(Columns([own])).is_still([state])]
 
-    def _check_apart(self, gradients: Iterable[Stretch]) -> None:
+    def _check_no_alias(self, gradients: Iterable[Span]) -> None:
         """Refuse tensors of a step that share memory which it writes to."""
         found = [*gradients]
         for record in self.records:
             pairs = zip((*record.arrays, *record.singles), record.labels(), strict=True)
-            found += [Stretch.of(tensor, name) for tensor, name in pairs]
-        check_apart(self._where, found)
+            found += [Span.of(tensor, name) for tensor, name in pairs]
+        check_no_alias(self._where, found)
 
     # Gradients
 
@@ -350,18 +350,18 @@ class Chosen:
     @torch.no_grad()
     def read_each(self, gradients: Sequence[Any]) -> Found:
         """The gradients of a step, which may lie anyhow, but not in what is written."""
-        rows, held, spans = dict[int, RowGradient](), [], list[Stretch]()
+        rows, held, spans = dict[int, RowGradient](), [], list[Span]()
         self._last = []
         for i, (record, gradient) in enumerate(zip(self.records, gradients, strict=True)):
             if record.traits.kind.is_sparse:
                 rows[i] = own = record.rows(gradient)
-                spans += [Stretch(at, at + n, record.label, False, None) for at, n in own.spans]
+                spans += [Span(at, at + n, record.label, False, None) for at, n in own.spans]
                 continue
             held.append(found := record.dense(gradient))
             self._found[i] = found.data_ptr()
-            spans.append(Stretch.of(found, record.label, is_written=False))
+            spans.append(Span.of(found, record.label, is_written=False))
         if self._memory.overlaps([s.begin for s in spans], [s.end - s.begin for s in spans]):
-            self._check_apart(spans)
+            self._check_no_alias(spans)
         return self._found, rows, held
 
     @torch.no_grad()

@@ -99,7 +99,7 @@ def _version(tensor: Tensor) -> int:
 
 def limit_of(where: str, name: str, value: Any) -> float:
     """A number of at least 0."""
-    limit = number_of(where, name, value)
+    limit = checked_number(where, name, value)
     check.in_range(where, name, limit, limit >= 0.0, "at least 0")
     return limit
 
@@ -114,7 +114,7 @@ def within(limit: float, name: str, parameter: Tensor, gradient: Tensor) -> Tens
     return torch.sparse_coo_tensor(summed.indices(), values, summed.shape, **known)
 
 
-def number_of(where: str, name: str, value: Any) -> float:
+def checked_number(where: str, name: str, value: Any) -> float:
     """A number, in a string or a tensor too, as PyTorch takes it."""
     try:
         return number(value)

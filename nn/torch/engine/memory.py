@@ -1,4 +1,4 @@
-"""The memory of PyTorch's tensors: as arrays, and apart from each other."""
+"""The memory of PyTorch's tensors: as arrays, without aliases."""
 
 from __future__ import annotations
 
@@ -152,27 +152,27 @@ class Written:
         begins, reach = begins[order], np.maximum.accumulate(ends[order])
         # Of what begins before a place, how far the furthest reaches.
         self._begins, self._reach = begins.tolist(), [0, *reach.tolist()]
-        # A stretch from the first to the last element may have gaps, in which others lie.
-        self.lies_apart = not (begins[1:] < reach[:-1]).any()
+        # A span from the first to the last element may have gaps, in which others lie.
+        self.has_no_alias = not (begins[1:] < reach[:-1]).any()
 
     def overlaps(self, begins: Sequence[int], sizes: Iterable[int]) -> bool:
-        """Whether any of these stretches of memory overlaps it."""
+        """Whether any of these spans of memory overlaps it."""
         places = map(bisect_left, repeat(self._begins), map(add, begins, sizes))
         return any(map(gt, map(self._reach.__getitem__, places), begins))
 
 
-class Stretch(NamedTuple):
+class Span(NamedTuple):
     """Memory from the first to the last element of a tensor."""
 
     begin: int
     end: int
     name: str
     is_written: bool
-    tensor: Tensor | None  # None: it fills the stretch
+    tensor: Tensor | None  # None: it fills the span
 
     @classmethod
-    def of(cls, tensor: Tensor, name: str, *, is_written: bool = True) -> Stretch:
-        """The stretch of a tensor."""
+    def of(cls, tensor: Tensor, name: str, *, is_written: bool = True) -> Span:
+        """The span of a tensor."""
         begin, size = tensor.data_ptr(), tensor.element_size()
         return cls(begin, begin + size * extent(tensor), name, is_written, tensor)
 
@@ -205,10 +205,10 @@ def is_single(tensor: Tensor) -> bool:
     return bool(len(np.unique(places)) == numel)
 
 
-def check_apart(where: str, stretches: Iterable[Stretch]) -> None:
+def check_no_alias(where: str, spans: Iterable[Span]) -> None:
     """Refuse tensors that share elements in memory, where one of them is written."""
-    before: list[Stretch] = []
-    for own in sorted((s for s in stretches if s.end > s.begin), key=lambda s: s[:4]):
+    before: list[Span] = []
+    for own in sorted((s for s in spans if s.end > s.begin), key=lambda s: s[:4]):
         before = [other for other in before if other.end > own.begin]
         for other in before:
             if (own.is_written or other.is_written) and _share(own, other):
@@ -217,8 +217,8 @@ def check_apart(where: str, stretches: Iterable[Stretch]) -> None:
         before.append(own)
 
 
-def _share(one: Stretch, other: Stretch) -> bool:
-    """Whether two tensors whose stretches overlap have an element in common."""
+def _share(one: Span, other: Span) -> bool:
+    """Whether two tensors whose spans overlap have an element in common."""
     if all(s.tensor is None or order_of(s.tensor) is not None for s in (one, other)):
         return True
     mine, theirs = (

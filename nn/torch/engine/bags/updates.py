@@ -26,7 +26,7 @@ from .....ops.runtime.errors import reject
 from ....distributed.agreement import attempted
 from ....distributed.reduction import average_bags
 from ....distributed.torch_group import over_torch
-from ..clipping import limit_of, norm_of, number_of, within
+from ..clipping import checked_number, limit_of, norm_of, within
 from ..threads import as_torch
 from .arguments import WHERE
 from .gradients import is_empty, tensor_of_rows, with_others
@@ -169,7 +169,7 @@ class UpdatesInBackward:
             else:
                 norm = norm_of(named, 2.0)
                 if self._norm is not None:
-                    norm = number_of(WHERE, "norm", self._norm(norm))
+                    norm = checked_number(WHERE, "norm", self._norm(norm))
                     check.in_range(WHERE, "norm", norm, not norm < 0.0, "at least 0")
                 if optimizer.skip_nonfinite and not math.isfinite(norm):
                     optimizer.skipped_steps += 1
