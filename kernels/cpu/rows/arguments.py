@@ -129,7 +129,7 @@ def _lay_out(call):
         if form == WEIGHTED:
             table.weights -= first_position * c.real_bytes
         if form == CHOSEN:
-            table.weights = table.argmax
+            table.weights = table.winners
         if form >= WEIGHTED:
             table.first -= first_position
             table.block_single = 0  # even the gradient of a single occurrence has to be computed
