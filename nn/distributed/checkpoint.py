@@ -116,7 +116,7 @@ def save_checkpoint(
     said = gather_texts(comm, json.dumps([digest, {name: a.layout for name, a in kept.items()}]))
     if comm.rank == 0:
         digests, layouts = zip(*map(json.loads, said), strict=True)
-        described = {name: layout for of_rank in layouts for name, layout in of_rank.items()}
+        described = {name: layout for by_name in layouts for name, layout in by_name.items()}
         _, error = attempted(_write_index, path, dict(zip(names, digests, strict=True)), described)
     agree(comm, where, {}, error)
 

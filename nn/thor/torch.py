@@ -183,8 +183,8 @@ def _layers(net: torch.nn.Module, parameters: dict[int, Parameter]) -> dict[str,
         if why:
             left_out.append(f"{name or 'the module'} ({why})")
             continue
-        of_layer = {n: parameters[id(tensor)] for n, tensor in tensors.items()}
-        layers[name or "net"] = _layer(module, of_layer)
+        treated = {n: parameters[id(tensor)] for n, tensor in tensors.items()}
+        layers[name or "net"] = _layer(module, treated)
     if left_out:
         text = f"{NAME}: some layers take the plain gradient: {', '.join(left_out)}"
         warnings.warn(text, UserWarning, stacklevel=5)

@@ -249,8 +249,8 @@ def _launch(
         each.append((update, base))
         if isinstance(update, RowUpdate) and not update.drop:
             checked.append((update, base))
-            lists += (of_update := update.lists)
-            base += sum(indices.length for indices in of_update)
+            lists += (index_lists := update.lists)
+            base += sum(indices.length for indices in index_lists)
     error = bad_index_error(lists)
 
     def found(position: int, index: int) -> IndexError:

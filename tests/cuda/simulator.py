@@ -46,7 +46,7 @@ class _Simulator(frameworks.Framework):
         form = array.ctypes.data, array.shape, strides, array.dtype, 0, array.flags.writeable
         return frameworks.Place(*form)
 
-    form: Any = attrgetter("_ary.shape", "_ary.strides", "_ary.dtype", "_ary.flags.writeable")
+    signature: Any = attrgetter("_ary.shape", "_ary.strides", "_ary.dtype", "_ary.flags.writeable")
     address: Any = attrgetter("_ary.ctypes.data")
 
 
