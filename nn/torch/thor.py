@@ -24,9 +24,18 @@ _OF_STEP = ("damping", "momentum")
 class Thor(torch.optim.Optimizer):
     """THOR: natural gradient descent with Kronecker factors, over the parameters of a module.
 
-    The steps of `fusestep.nn.thor`, which says what it does with each kind of layer, with PyTorch's
-    groups, schedulers, hooks and ``state_dict``. Hooks on the module's ``Linear``, ``Conv2d``,
-    ``Embedding`` and ``LayerNorm`` capture what a step needs.
+    With the inputs ``X`` of a layer and the derivatives ``d`` at its outputs, of N samples, both
+    factors computed and inverted in every step that ``frequency`` divides::
+
+        Ainv = (X'X / N + sqrt(damping) I)^-1,   Ginv = (d'd / N + sqrt(damping) I)^-1
+        g <- Ginv g Ainv + weight_decay*w        (g as a matrix of out rows)
+        with clip_grad: g <- g / max(|g|, 1), each tensor by itself
+        a <- momentum*a + g
+        w <- w - lr*a,   nesterov: w - lr*(g + momentum*a)
+
+    What it does with each kind of layer is said of `fusestep.nn.thor`, which this class gives
+    PyTorch's form: groups, schedulers, hooks, ``state_dict``. Hooks on the module's
+    ``Linear``, ``Conv2d``, ``Embedding`` and ``LayerNorm`` capture what a step needs.
 
     Args:
         module: a ``torch.nn.Module``; all parameters that require a gradient are trained, as one
