@@ -1,6 +1,7 @@
 """The map of the tests, tests/README.md: complete, without repetition, and nothing that is gone."""
 
 import re
+import runpy
 from collections import Counter
 from pathlib import Path
 
@@ -21,3 +22,11 @@ def test_every_name_in_the_map_is_a_file() -> None:
 def test_tests_are_named_one_by_one() -> None:
     groups = [path for name in NAMED if "*" in name for path in TESTS.glob(name)]
     assert not [path for path in groups if path.name.startswith(("test_", "device_"))]
+
+
+def test_mutants_fit_the_code_and_the_tests() -> None:
+    """Code and tests are found by their texts, which nobody runs in each change."""
+    program, root = runpy.run_path(str(TESTS / "project/mutants.py")), TESTS.parent
+    assert program["files_of"]([test for *_, test in program["MUTANTS"]], root)
+    for text, part, other, _ in program["MUTANTS"]:
+        assert program["only_file"](text, root) and part in text and part != other
