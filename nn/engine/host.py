@@ -97,7 +97,9 @@ def ready(
     ``constants_of_step()`` are the numbers that a rule takes which measures all tensors of a step.
     Such a rule gives new numbers of the optimizer, or, where it rests, None for everything.
     """
-    updates, joint, places = list[Prepared](), list[Any](), list[Any]()
+    updates: list[Prepared] = []  # ``list[...]()`` takes as long as the rest of this
+    joint: list[Any] = []
+    places: list[np.ndarray] = []
     for call in calls:
         rule, update = call.batch.rule, call.update
         if not rule.is_two_stage:

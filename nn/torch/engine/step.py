@@ -36,6 +36,7 @@ from .threads import as_torch
 # As code of C: that of Python has left the caches when a step begins.
 _params_of, _grad_of = itemgetter("params"), attrgetter("grad")
 _count_changes = counting_changes()
+_NONE: Sequence[Constants] = ()
 Options = tuple[Sequence[Group], GradientPrologue]
 """The groups, with numbers for tensors, and the transform of their gradients."""
 
@@ -116,9 +117,12 @@ def _run(optimizer: TableOptimizer, given: StepInputs, options: Options) -> None
         optimizer.skipped_steps += 1
         return
     (groups, before), (parts, count) = options, (given.chosen.parts, given.chosen.count)
-    steps, numbers, calls = _steps(given), list[Number](), list[KernelCall]()
+    numbers: list[Number] = []
+    calls: list[KernelCall] = []
+    behind: list[Any] = []
+    steps = _steps(given)
     for part in parts:
-        batch, constants = part.batch, list[Constants]()
+        batch, constants = part.batch, _NONE
         counts = steps if isinstance(steps, float) else [steps[i] for i in part.places]
         rows, hp_of, after = _rows(optimizer, part, given, counts, options)
         numbers += after
@@ -135,7 +139,7 @@ def _run(optimizer: TableOptimizer, given: StepInputs, options: Options) -> None
         own = before.prologue, given.of(part), hp, hp_of
         update = batch.update(*own, touched_only=bool(part.choice.touched_only))
         calls.append(tuple.__new__(KernelCall, (batch, update, NOTHING, NOTHING, constants)))
-    here, behind = calls, list[Any]()
+    here = calls
     if given.chosen.has_devices:
         here = [call for part, call in zip(parts, calls, strict=True) if part.device is None]
     found = ready(here, optimizer.constants_of_step)
