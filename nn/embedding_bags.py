@@ -150,7 +150,8 @@ class EmbeddingBags:
         step: int | None = None,
     ) -> Any:  # fmt: skip
         """Pool rows of all tables; see the class."""
-        pooling, rows = self._known, list[FoundRows]()
+        pooling = self._known
+        rows: list[FoundRows] = []
         if pooling is None or not self._are_bound(pooling):
             pooling = self._read()
         if self._maps is not None:

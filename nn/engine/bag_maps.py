@@ -101,7 +101,8 @@ class BagMaps:
         # Offsets are checked beside ids that fit any table: those of maps are numbers of any size.
         zeros = [np.zeros(x.shape, np.int64) for x in arrays_of_ids]
         parts = check_features(pooling, zeros if is_listed else zeros[0], offsets)
-        features, kept = [], list[FoundRows]()
+        features: list[Any] = []
+        kept: list[FoundRows] = []
         for f, (part, id_map) in enumerate(zip(parts, self._maps, strict=True)):
             array = arrays_of_ids[f if is_listed else 0]
             if not is_listed:

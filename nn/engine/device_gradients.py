@@ -98,7 +98,9 @@ class LastOnDevice(NamedTuple):
         """The gradients of another step; None if one is not like that of the last."""
         if [*map(type, gradients)] != self.types:
             return None
-        rows, found, layout = list[RowGradient](), list[list[int]](), self.layout
+        rows: list[RowGradient] = []
+        found: list[list[int]] = []
+        layout = self.layout
         for i, row_look in self.rows:
             gradient = gradients[i]
             if not row_look.is_of(gradient):

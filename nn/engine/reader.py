@@ -94,7 +94,8 @@ class GradientReader:
             return None
         if not last.row_arrays:
             return tuple.__new__(Gradients, (last, addresses, [], arrays, ()))
-        found, rows = addresses.tolist(), list[Any]()
+        found: list[int] = addresses.tolist()
+        rows: list[Any] = []
         for k in last.row_arrays:
             if k < 0:
                 rows.append(None)

@@ -282,6 +282,21 @@ def test_memory_that_moves_onto_another_parameter() -> None:
     assert (other == -3.0).all()
 
 
+def test_values_of_a_sparse_gradient_in_the_memory_of_the_table() -> None:
+    table = torch.nn.Parameter(torch.ones(8, 4))
+    optimizer, ids = fused.LazyAdam([table]), torch.tensor([[1, 6]])
+    for _ in range(2):
+        table.grad = torch.sparse_coo_tensor(ids, torch.ones(2, 4), (8, 4), check_invariants=False)
+        optimizer.step()
+    with torch.no_grad():
+        table.grad = torch.sparse_coo_tensor(
+            ids, table[2:4], (8, 4), is_coalesced=True, check_invariants=False
+        )
+    assert table.grad._values().data_ptr() == table[2:4].data_ptr()
+    with refused(RuntimeError, "shares memory", optimizer, table):
+        optimizer.step()
+
+
 # -- what a step writes beside parameters: counts, numbers, and what autograd looks at ------------
 
 
