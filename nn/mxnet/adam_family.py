@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from ...kernels.cpu.counts import Count
 from ...kernels.cpu.threads import allocation
 from ...kernels.cpu.threads.parallel import commit
+from ...kernels.cpu.threads.workspace import Pool
 from ...kernels.rule import Prologue, Rule
 from ...kernels.rules import mxnet as rules
 from ...ops.runtime import check
@@ -148,16 +150,21 @@ class AdamFamily(Optimizer):
         # The counts are a dict, which the compiled call cannot write: they go ahead of it, and
         # `done` goes up within it, which after an interrupt tells whether to take them back.
         before = [*map(counts.get, active)]
-        bound.done[0] = 0
+        try:
+            counter = _counters.free.pop()
+        except IndexError:
+            counter = _counters.take()
+        done, count_done = counter
+        done[0] = 0
         try:
             numbers = self._advance(active)
             updates = self._updates(gradients, numbers, rule, composed, touched_only)
             if bound.device is None:
-                commit([update.prepared() for update in updates], bound.count_done)
+                commit([update.prepared() for update in updates], count_done)
             elif updates:
                 run_updates(updates, gradients.arrays)
         except BaseException:
-            if not bound.done[0]:  # an interrupt may come right after it
+            if not done[0]:  # an interrupt may come right after it
                 self.num_update = largest
                 for index, t in zip(active, before, strict=True):
                     if t is None:
@@ -165,6 +172,7 @@ class AdamFamily(Optimizer):
                     else:
                         counts[index] = t
             raise
+        _counters.give(counter)
 
     def forget_arrays(self) -> None:
         """Hold no array of a former call any more."""
@@ -250,6 +258,11 @@ def _scalars(
     # One array for all calls that ask for the same scalars.
     row.flags.writeable = False
     return row
+
+
+# What tells whether a call has written: counted up with it, and of one call at a time. To make one
+# takes longer than to write.
+_counters = Pool(lambda: ((done := np.zeros(1, np.int64)), Count(done)))
 
 
 def _zeros_like(array: Any, dtype: np.dtype[Any]) -> Any:

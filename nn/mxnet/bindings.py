@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.cpu.counts import Count
 from ...kernels.cpu.headers import arrays as headers
 from ...kernels.keeping import MASTER
 from ...kernels.rule import Rule
@@ -37,9 +36,6 @@ class BoundWeights:
         touched_only: bool,
     ) -> None:  # fmt: skip
         self.device: int | None = None  # the host
-        # Counted up with a step: it tells whether that has written.
-        self.done = np.zeros(1, np.int64)
-        self.count_done = Count(self.done)
         self._arrays = tuple(chain.from_iterable(variables))  # alive: so nothing has their ids
         self.identity = rule, touched_only, *map(id, self._arrays)
         checked = [_checked(where, *each) for each in zip(names, variables, strict=True)]
