@@ -20,7 +20,7 @@ from ..base.numbers import item
 from .batch import NOTHING, Batch, KernelCall, index_lists
 
 
-def scalars_of(
+def transform_scalars(
     prologue: Prologue, decay: float, factor: float, bound: float = 0.0
 ) -> tuple[float, ...]:
     """The scalars of gradient transforms, in their order."""
@@ -76,7 +76,7 @@ class Conditioning:
         return self._of_parts(0.0 if self._options[i].centralize else decay * scale, scale)
 
     def _of_parts(self, decay: float, scale: float) -> tuple[float, ...]:
-        return scalars_of(self.prologue, decay, 1.0 / scale, self.bound)
+        return transform_scalars(self.prologue, decay, 1.0 / scale, self.bound)
 
     @property
     def joins(self) -> np.ndarray:

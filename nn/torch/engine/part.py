@@ -18,7 +18,7 @@ from ....kernels.keeping import COPY, KEEPINGS
 from ....kernels.rule import Prologue, Rule
 from ....kernels.rules.gradient import COUPLED_DECAY, SCALE
 from ...engine.batch import Batch
-from ...engine.conditioning import scalars_of
+from ...engine.conditioning import transform_scalars
 from .tensors import local
 
 Group = Mapping[str, Any]
@@ -104,7 +104,7 @@ class GradientPrologue(NamedTuple):
         factor, decay = self.factors[place], group.get("weight_decay") or 0.0
         if group.get("maximize"):
             factor = -factor
-        return scalars_of(self.prologue, decay if choice.couples else 0.0, factor)
+        return transform_scalars(self.prologue, decay if choice.couples else 0.0, factor)
 
 
 _FIXED = frozenset((int, float, bool, str, NoneType, torch.dtype))
