@@ -44,9 +44,6 @@ _FLAGS = (*FLOATS, np.dtype(np.bool_))
 class SparseUpdate(Checked):
     """The option of what row-sparse gradients update; rows that sleep keep it fixed."""
 
-    def __init__(self) -> None:
-        super().__init__(_sparse_update)
-
     def accepted(self, instance: Any, value: Any) -> Any:
         """The checked value.
 
@@ -114,13 +111,14 @@ class FusedOptimizer(TableOptimizer, ABC):
 
     clipvalue = Fixed(clip_limit)
     clipnorm = Fixed(clip_limit)
-    sparse_update = SparseUpdate()
+    sparse_update = SparseUpdate(_sparse_update)
     together: StepAgreement | None = None  # with the optimizers of other processes
     numbers: Mapping[str, np.ndarray] = MappingProxyType({})  # states of the optimizer
     reader_type: type[GradientReader] = GradientReader  # a front end may have another
     _group_keys = FUSED_KEYS
     _rate_lag = 0  # a step uses the learning rate of so many steps before
     _looks_at_formula = False  # whether `formula` is a user's
+    _known_formula: Formula | None = None  # the last one of a user, checked
     _stays_on_host = False  # whether `target` cannot be changed
     # What refuses learning rates out of the range of a subclass, before every step.
     _check_used_rates: Callable[[Sequence[float]], None] | None = None
@@ -201,7 +199,8 @@ class FusedOptimizer(TableOptimizer, ABC):
         """The method of a step, with the options of now."""
         formula = self.formula()
         if self._looks_at_formula:
-            formula = checked_formula(self._name, self._rule, formula)
+            formula = checked_formula(self._name, self._rule, formula, self._known_formula)
+            self._known_formula = formula
         return tuple.__new__(StepMethod, (formula, (), {}))  # no call of Python
 
     # Objects that are not part of the state, and are made anew in a copy
@@ -460,8 +459,8 @@ class FusedOptimizer(TableOptimizer, ABC):
 # Attributes that a copy makes anew. `together` is left out for good: the other processes have no
 # such copy, which would wait for them for ever.
 _DERIVED = {
-    "_bound", "_host", "_stepper", "_reader", "_classes", "_conditioning", "sends_parameters",
-    "together",
+    "_bound", "_host", "_known_formula", "_stepper", "_reader", "_classes", "_conditioning",
+    "sends_parameters", "together",
 }  # fmt: skip
 
 

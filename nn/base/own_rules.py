@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import keyword
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_
 from types import FunctionType
 from typing import Any
 
@@ -317,12 +318,20 @@ class OwnFormula(Formula):
         return tuple(map(ROUNDING[real], checked_scalars(where, what, returned, self.names)))
 
 
-def checked_formula(where: str, rule: Rule, formula: Formula) -> Formula:
+def checked_formula(
+    where: str, rule: Rule, formula: Formula, known: Formula | None = None
+) -> Formula:
     """The formula for a rule; a user's formula becomes an `OwnFormula`.
+
+    It is ``known``, which was checked, where that has the same objects: in nearly every step.
 
     Raises:
         TypeError, ValueError: it is no formula, or its numbers are no numbers.
     """
+    if known is not None and type(formula) is Formula and {*map(type, formula[1:])} == {tuple}:
+        before, now = ((f.function, *f.constants, None, *f.bases) for f in (known, formula))
+        if len(before) == len(now) and all(map(is_, before, now)):
+            return known
     check_kind(where, "what formula() returns", formula, Formula, "a Formula")
     if not is_own(formula.function):
         return formula

@@ -14,6 +14,7 @@ from fusestep.kernels.cpu.compiler import traits
 from fusestep.kernels.cpu.warmup import all_rules
 from fusestep.kernels.storage import F32, F64
 from fusestep.nn import Rule
+from fusestep.nn.base import own_rules
 from helpers import assert_same_arrays, more, refused
 from optimizers import FORMS, make, parameters
 
@@ -317,6 +318,22 @@ def test_a_formula_is_looked_at_in_every_step(kind: str) -> None:
     opt((g,))
     match = "'_of_later_steps' returns another number of scalars"
     with refused(ValueError, match, opt, g):
+        opt((g,))
+
+
+def test_a_formula_is_checked_where_it_has_changed(monkeypatch: Any) -> None:
+    opt, g, checked = own(), np.ones(4, np.float32), []
+    check = own_rules._check_function
+    monkeypatch.setattr(own_rules, "_check_function", lambda *x: checked.append(x) or check(*x))
+    a, b = 0.5, 0.25
+    for numbers, n in (((a,), 1), ((a,), 1), ((b,), 2), ((b,), 2), ((b, a), 3)):
+        opt.others = (numbers,)
+        opt((g,))
+        assert len(checked) == n
+    opt.others = ((1.0,),)
+    opt((g,))
+    opt.others = ((True,),)  # equal, and no number
+    with refused(TypeError, "constants of the formula has a wrong type", opt):
         opt((g,))
 
 
