@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..kernels.cpu.threads.allocation import Recycled
 from .runtime.arrays import adopt_anywhere
 from .runtime.bags.pooled import pool
 from .runtime.bags.pooling import Pooling
@@ -94,6 +95,7 @@ class EmbeddingBags:
         reject_unknown(self.name, unknown, EmbeddingBags)
         self.pooling, self.features = pooling, features
         self.padding_idx, self.out_of_range = padding_idx, out_of_range
+        self._memory = Recycled()
 
     def __call__(
         self, tables: Sequence[Any], ids: Any, offsets: Any = None,
@@ -152,4 +154,4 @@ class EmbeddingBags:
         each = enumerate(tables)
         arrays = [adopt_anywhere(self.name, f"tables[{t}]", table) for t, table in each]
         chosen = self.pooling, self.padding_idx, self.out_of_range
-        return Pooling(self.name, arrays, self.features, *chosen)
+        return Pooling(self.name, arrays, self.features, *chosen, memory=self._memory)

@@ -23,8 +23,7 @@ from .compiler.machine import PythonEntry
 from .compiler.records import index_at, int64s, last_at_most, records
 from .headers.arrays import address_of
 from .headers.id_lists import LISTS, lists_at
-from .rows import sums
-from .rows.layout import PADDING
+from .pooling import AHEAD, dot, largest_rows, sum_rows
 from .threads import allocation
 from .threads.parallel import Arguments, get_num_threads, run_words
 
@@ -43,10 +42,10 @@ FEATURES = record_type(Feature)
 
 def pool_of(w: Storage, pooling: int, *, weighted: bool) -> int:
     """The address of the function that pools rows of a table."""
-    if pooling == LARGEST:
-        return sums.largest(w, real_of(w)).address
-    form = sums.LISTED_WEIGHTED if weighted else sums.LISTED
-    return sums.accumulate(w, real_of(w), form).address
+    real = real_of(w)
+    is_largest = pooling == LARGEST
+    loop = largest_rows(w, real) if is_largest else sum_rows(w, real, weighted=weighted)
+    return loop.address
 
 
 class BagsCall(NamedTuple):
@@ -170,6 +169,17 @@ def find_bad(index, slot, c):
             k += 1
 
 
+@njit
+def _copy_ids(ids, listed, rows):
+    """Copy ids; whether all are in range. Without branches, so that the compiler uses vectors."""
+    signs = np.int64(0)
+    for k in range(len(ids)):
+        row = np.int64(ids[k])
+        listed[k] = row
+        signs |= row | (rows - 1 - row)  # below 0 if either is
+    return signs >= 0
+
+
 def _loops(real: Any) -> dict[str, NativeFunction]:
     """Loops over bags for one type of the arithmetic, by their names."""
 
@@ -188,17 +198,33 @@ def _loops(real: Any) -> dict[str, NativeFunction]:
         ids.values, ids.stride = feature.table, feature.row_bytes
         ids.gradient_rows, ids.weights = c.ids, c.weights
         bounds, begin = int64s(c.bounds, c.n_bags + 1), _offset(ids, first)
+        if c.leaves_out == 0:
+            begin_of_part, shift = begin, ids.first - ids.begin
+            for bag in range(first, last):
+                end = _offset(ids, bag + 1)
+                if not _fits(ids, bag, begin, end):
+                    return False
+                bounds[ids.first_bag + bag], begin = begin + shift, end
+            begin, n = begin_of_part, begin - begin_of_part
+            place = begin + shift
+            listed = carray(as_pointer(c.ids + 4 * place), n, np.int32)
+            address = ids.ids + ids.id_bytes * begin
+            if ids.id_bytes == 4:
+                are_good = _copy_ids(carray(as_pointer(address), n, np.int32), listed, feature.rows)
+            else:
+                are_good = _copy_ids(int64s(address, n), listed, feature.rows)
+            if ids.id_weights != 0:
+                id_weights = ids.id_weights + c.real_bytes * (begin - ids.begin)
+                numbers(c.weights + c.real_bytes * place, n)[:] = numbers(id_weights, n)
+            int64s(c.ends, c.n_parts)[index] = place + n
+            return are_good
         # Kept in registers: what is written could be any of them, for all that the compiler knows.
         id_bytes, rows, padding = ids.id_bytes, feature.rows, feature.padding
         for bag in range(first, last):
-            end, place = _offset(ids, bag + 1), ids.first - ids.begin + begin
+            end = _offset(ids, bag + 1)
             if not _fits(ids, bag, begin, end):
                 return False
-            behind = place + end - begin
-            if c.leaves_out == 0:
-                bounds[ids.first_bag + bag] = place
-            else:
-                place, behind = bounds[ids.first_bag + bag], bounds[ids.first_bag + bag + 1]
+            place, behind = bounds[ids.first_bag + bag], bounds[ids.first_bag + bag + 1]
             listed = carray(as_pointer(c.ids + 4 * place), end - begin, np.int32)
             origins = carray(as_pointer(c.origins + 4 * place), end - begin, np.int32)
             weights = numbers(c.weights + c.real_bytes * place, end - begin)
@@ -224,34 +250,6 @@ def _loops(real: Any) -> dict[str, NativeFunction]:
             int64s(c.ends, c.n_parts)[index], begin = behind, end
         return True
 
-    @njit
-    def pool_bags(c, index):
-        f, feature, ids, first, last = _part(c, index)
-        source = c.lists + f * _LIST_BYTES
-        bounds = int64s(c.bounds + 8 * ids.first_bag, last)
-        begin, behind = bounds[first], int64s(c.ends, c.n_parts)[index]
-        for bag in range(first, last):
-            # Behind the part may still be nothing.
-            end = bounds[bag + 1] if bag + 1 < last else behind
-            address = c.out + feature.out + bag * feature.stride
-            out = numbers(address, feature.width)
-            winners = c.winners + (bag * feature.row + feature.column) * c.unit * 4
-            if begin == end:
-                out[:] = 0
-                if c.pooling == LARGEST:
-                    carray(as_pointer(winners), feature.width, np.int32)[:] = -1
-            elif c.pooling == LARGEST:
-                rows = source, c.ids, begin, end, feature.width
-                call_address(feature.pool, address, winners, *rows)
-            else:
-                rows = source, c.ids, begin, end, feature.width, -1, 1
-                call_address(feature.pool, address, *rows)
-            # Divided, not multiplied by a rounded quotient: as in PyTorch.
-            if c.pooling == MEAN and end - begin > 1:
-                for k in range(feature.width):
-                    out[k] /= real(end - begin)
-            begin = end
-
     def lay_out(index, slot, c):
         """Copy the ids of some bags, and their weights, to the list."""
         if c.is_bad == 0 and not lay_bags_out(c, index):
@@ -259,16 +257,19 @@ def _loops(real: Any) -> dict[str, NativeFunction]:
 
     def pool(index, slot, c):
         """Write the sums of some bags, or their means or maxima, to the output."""
-        if c.is_bad == 0:
-            pool_bags(c, index)
-
-    def lay_out_and_pool(index, slot, c):
-        """Do both for an output that nobody else has yet: the ids are still in the caches."""
-        if c.is_bad == 0:
-            if lay_bags_out(c, index):
-                pool_bags(c, index)
-            else:
-                int64s(c.ends, c.n_parts)[index] = -1
+        if c.is_bad != 0:
+            return
+        _, feature, ids, first, last = _part(c, index)
+        out, stride = c.out + feature.out + first * feature.stride, feature.stride
+        table = feature.table, feature.row_bytes, feature.width
+        bags = c.bounds + 8 * (ids.first_bag + first), last - first
+        if c.pooling == LARGEST:
+            row, next_row = feature.column * c.unit * 4, feature.row * c.unit * 4
+            winners = c.winners + first * next_row + row
+            call_address(feature.pool, out, stride, winners, next_row, *table, c.ids, *bags)
+        else:
+            lists, is_mean = (c.ids, c.weights), np.int64(c.pooling == MEAN)
+            call_address(feature.pool, out, stride, *table, *lists, *bags, is_mean)
 
     def number_rows(index, slot, c):
         """Write the row of the gradient of each id of some bags; for means its weight too."""
@@ -300,7 +301,7 @@ def _loops(real: Any) -> dict[str, NativeFunction]:
                 call_address(function, product, table_row, row, feature.width)
 
     loops = {}
-    for function in (lay_out, pool, lay_out_and_pool, number_rows, multiply):
+    for function in (lay_out, pool, number_rows, multiply):
         name = function.__name__
         function.__qualname__ = f"bags {name} {real.__name__}"
         loops[name] = part(BagsCall)(function)
@@ -320,12 +321,12 @@ class Bags:
         lists: `LISTS`, of the ids of each.
         real: the type of the arithmetic.
         unit: elements, by which rows of gradients are numbered.
+        memory: that of the lists.
         drops: whether ids out of range are ignored; otherwise they are bad.
         leaves_out: whether any ids may be ignored.
         pooling: `SUM`, `MEAN` or `LARGEST`.
         out: the address of the output; 0: `Feature.out` are addresses.
         sums: whether there is an output.
-        at_once: whether the output may be written before all ids have been checked.
         winners: int32, to which the places of maxima are written.
         multiplies: whether `multiply` is going to be called.
 
@@ -335,21 +336,22 @@ class Bags:
     """
 
     def __init__(
-        self, features: np.ndarray, lists: np.ndarray, real: np.dtype[Any], unit: int, *,
-        drops: bool, leaves_out: bool, weighted: bool, pooling: int, out: int, sums: bool,
-        at_once: bool, winners: np.ndarray | None, multiplies: bool,
+        self, features: np.ndarray, lists: np.ndarray, real: np.dtype[Any], unit: int,
+        memory: allocation.Recycled, *, drops: bool, leaves_out: bool, weighted: bool,
+        pooling: int, out: int, sums: bool, winners: np.ndarray | None, multiplies: bool,
     ) -> None:  # fmt: skip
-        n, self._lists, totals = len(features), lists, np.empty(3, np.int64)
+        n, self._lists, self._memory = len(features), lists, memory
+        totals = np.empty(3, np.int64)
         _arranged.call(address_of(lists), n, _MOST_PARTS, _FEWEST_BAGS, address_of(totals))
         n_ids, n_bags, self._n_parts = totals.tolist()
         self._threads = get_num_threads() if n_ids >= _SERIAL_BELOW else 1
-        # Loops prefetch by ids a little beyond the end.
-        ids = allocation.empty((n_ids + PADDING,), np.int32)
+        # Loops fetch by ids a little beyond the end.
+        ids = memory.empty((n_ids + AHEAD,), np.int32)
         ids[n_ids:] = 0
         self._ids, self.bounds = ids, np.empty(n_bags + 1, np.int64)
         self.bounds[-1] = n_ids
         self._real, self._pooling, self._loops = real, pooling, _LOOPS[real.itemsize]
-        self._weights = allocation.empty((n_ids,), real) if weighted else None
+        self._weights = memory.empty((n_ids,), real) if weighted else None
         # Skipped ids still get a weight gradient: 0.
         self._origins = np.empty(n_ids, np.int32) if multiplies and leaves_out else None
         self._call = Arguments(BagsCall(
@@ -358,10 +360,10 @@ class Bags:
             unit=unit, bounds=self.bounds, ids=ids, weights=self._weights, origins=self._origins,
             out=out, winners=winners, ends=np.zeros(self._n_parts + 1, np.int64),
         ))  # fmt: skip
-        loops = [self._loops["lay_out_and_pool" if sums and at_once else "lay_out"], find_bad]
+        loops = [self._loops["lay_out"], find_bad]
         if leaves_out:
             loops = [count_kept, add_counts, *loops]
-        if sums and not at_once:
+        if sums:
             loops.append(self._loops["pool"])
         self._run(*loops)
         self.is_bad = bool(self._call.words[_FIELDS["is_bad"]])
@@ -384,9 +386,9 @@ class Bags:
         int32, and its weight or None.
         """
         n = int(self.bounds[-1])
-        rows = allocation.empty((n,), np.int32)
+        rows = self._memory.empty((n,), np.int32)
         if self._pooling == MEAN and self._weights is None:
-            self._weights = allocation.empty((n,), self._real)
+            self._weights = self._memory.empty((n,), self._real)
             self._set(weights=self._weights)
         self._set(gradient_rows=rows)
         self._run(self._loops["number_rows"])
@@ -402,7 +404,7 @@ class Bags:
         make = allocation.empty if self._origins is None else np.zeros
         products = [make((n,), self._real) for n in lengths]
         each, real = zip(w, products, strict=True), real_of(w[0])
-        dots = np.array([(sums.dot(x, g, real).address, address_of(out)) for x, out in each])
+        dots = np.array([(dot(x, g, real).address, address_of(out)) for x, out in each])
         self._set(dots=dots, gradient=gradient, g_bytes=g.itemsize)
         self._run(self._loops["multiply"])
         return products

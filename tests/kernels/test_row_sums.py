@@ -29,21 +29,13 @@ def compiled_sum(
     """The sum of ``values[positions]`` by the compiled loop; nothing beside it is written. Weights
     of maxima are winners, of which place 0 is number `FIRST`."""
     width, n = values.shape[1], len(positions)
-    if form.key_bytes == 4:
-        keys, mask, rows = np.zeros(n + 2 + PADDING, np.int32), -1, None
-        keys[1 : n + 1] = positions
-        # A weight has the place of its key.
-        weights = None if weights is None else np.concatenate(([9], weights)).astype(real.dtype)
-    else:
-        keys, mask = np.full(n + 2 + PADDING, -1, np.int64), (1 << BITS) - 1
-        keys[1 : n + 1] = 7 << BITS | (positions if form is forms.OWN else np.arange(n))
-        rows = np.zeros(1 << BITS, np.int32)
-        rows[:n] = positions
+    keys, mask = np.full(n + 2 + PADDING, -1, np.int64), (1 << BITS) - 1
+    keys[1 : n + 1] = 7 << BITS | (positions if form is forms.OWN else np.arange(n))
+    rows = np.zeros(1 << BITS, np.int32)
+    rows[:n] = positions
     room = np.full(width + 2, 99, real.dtype)
     call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 8)(accumulate(g, real, form).address)
-    addresses = [
-        0 if a is None else a.ctypes.data for a in (keys if rows is None else rows, weights)
-    ]
+    addresses = [0 if a is None else a.ctypes.data for a in (rows, weights)]
     source = np.array([values.ctypes.data, values.strides[0], *addresses, FIRST])
     for fetches in (0, 1):
         call(

@@ -231,17 +231,27 @@ def cpu_pause(typingctx):
     return types.void(), codegen
 
 
-@int64_intrinsic(types.void)
-def prefetch_line(context, builder, address):
-    """Fetch a cache line for reading, to the second cache.
+def _prefetching(locality):
+    """A compiled function that fetches a cache line for reading; ``locality`` is LLVM's."""
 
-    The second cache can fetch more lines at once than the first, and is near enough.
-    """
-    kinds = _POINTER, _I32, _I32, _I32
-    declared = _declared(builder, "llvm.prefetch.p0", ir.VoidType(), *kinds)
-    # (address, 0: to read, 2: keep in all caches but the first, 1: data)
-    flags = [ir.Constant(_I32, k) for k in (0, 2, 1)]
-    builder.call(declared, [builder.inttoptr(address, _POINTER), *flags])
+    @int64_intrinsic(types.void)
+    def prefetch(context, builder, address):
+        kinds = _POINTER, _I32, _I32, _I32
+        declared = _declared(builder, "llvm.prefetch.p0", ir.VoidType(), *kinds)
+        # (address, 0: to read, locality, 1: data)
+        flags = [ir.Constant(_I32, k) for k in (0, locality, 1)]
+        builder.call(declared, [builder.inttoptr(address, _POINTER), *flags])
+
+    return prefetch
+
+
+prefetch_line = _prefetching(2)
+"""Fetch a cache line for reading, to the second cache.
+
+The second cache can fetch more lines at once than the first, and is near enough for most loops.
+"""
+prefetch_first = _prefetching(3)
+"""Fetch a cache line for reading, to the first cache: where most lines are in the second."""
 
 
 @int64_intrinsic(types.void)

@@ -32,10 +32,8 @@ from ..compiler.intrinsics import (
     repeated,
     repeating_loader,
     store_vector,
-    sum_of_elements,
     vector_loader,
     where_equal,
-    where_greater,
 )
 from ..compiler.lines import LINE
 from ..compiler.records import records
@@ -49,7 +47,6 @@ class SumForm(NamedTuple):
     """Compiled functions that find the rows of a sum; ``key`` is the address of a key."""
 
     name: str
-    key_bytes: int
     lists: Callable[..., Any]  # ``lists(source)``: the addresses that the other functions need
     row: Callable[..., Any]  # ``row(lists, key, mask)``: the number of the row
     place: Callable[..., Any] | None  # ``place(lists, key, mask)``: of its weight; None: no weights
@@ -92,33 +89,19 @@ def _row_of_position(lists, key, mask):
 
 
 @njit(inline="always")
-def _listed_row(lists, key, mask):
-    return np.int64(load_int32(key))
-
-
-@njit(inline="always")
 def _winner(lists, key, mask):
     return (load_int64(key) & mask) + lists[2]
 
 
-@njit(inline="always")
-def _listed_place(lists, key, mask):
-    return (key - lists[0]) >> 2
-
-
-OWN = SumForm("own", 8, _no_lists, _position, None)
+OWN = SumForm("own", _no_lists, _position, None)
 """Each position has a row of its own."""
-SHARED = SumForm("shared", 8, _rows, _row_of_position, None)
+SHARED = SumForm("shared", _rows, _row_of_position, None)
 """A list has the row of each position, int32: positions may share a row."""
-WEIGHTED = SumForm("weighted", 8, _rows_and_weights, _row_of_position, _position)
+WEIGHTED = SumForm("weighted", _rows_and_weights, _row_of_position, _position)
 """`SHARED`, and another list has the weight of each position."""
-CHOSEN = SumForm("chosen", 8, _rows_and_winners, _row_of_position, _winner, winners_only=True)
+CHOSEN = SumForm("chosen", _rows_and_winners, _row_of_position, _winner, winners_only=True)
 """`SHARED`, for maxima: winners have, for each element of a row, the place it came from, int32."""
-LISTED = SumForm("listed", 4, _no_lists, _listed_row, None)
-"""The keys are the numbers of the rows, int32."""
-LISTED_WEIGHTED = SumForm("listed weighted", 4, _rows_and_weights, _listed_row, _listed_place)
-"""`LISTED`, and a list has the weights of the keys, which begin at ``rows``."""
-FORMS = OWN, SHARED, WEIGHTED, CHOSEN, LISTED, LISTED_WEIGHTED
+FORMS = OWN, SHARED, WEIGHTED, CHOSEN
 
 
 def _fetching(n_bytes: int, columns: int) -> Any:
@@ -138,8 +121,8 @@ def _tile_sum(g: Storage, real: Storage, form: SumForm, columns: int) -> Any:
     """A compiled function: the sum of some columns; ``key`` and ``end`` are addresses."""
     vector = Vector(numba_type(real), columns)
     load, n_bytes = vector_loader(g, vector), columns * g.itemsize
-    row_of, key_bytes = form.row, form.key_bytes
-    place_of, real_bytes, weight_at = form.place, real.itemsize, repeating_loader(vector)
+    row_of, place_of, real_bytes = form.row, form.place, real.itemsize
+    weight_at = repeating_loader(vector)
     fetch, g_bytes, numbers = _fetching(n_bytes, columns), g.itemsize, Vector(types.int32, columns)
     winners_at, repeat = vector_loader(I32, numbers), repeated(numbers)
 
@@ -166,7 +149,7 @@ def _tile_sum(g: Storage, real: Storage, form: SumForm, columns: int) -> Any:
         if ahead > 0:
             fetch(values + row_of(lists, key + ahead, mask) * stride)
         sums = term(values, stride, lists, key, mask)
-        for k in range(key + key_bytes, end, key_bytes):
+        for k in range(key + 8, end, 8):
             if ahead > 0:
                 fetch(values + row_of(lists, k + ahead, mask) * stride)
             sums = add_vectors(sums, term(values, stride, lists, k, mask))
@@ -187,16 +170,16 @@ def accumulate(g: Storage, real: Storage, form: SumForm) -> NativeFunction:
     sum_most, sum_some, sum_few, sum_one = (
         _tile_sum(g, real, form, n) for n in (most, some, few, 1)
     )
-    g_bytes, real_bytes, key_bytes, lists_of = g.itemsize, real.itemsize, form.key_bytes, form.lists
+    g_bytes, real_bytes, lists_of = g.itemsize, real.itemsize, form.lists
 
     def accumulate_rows(total, source, keys, begin, end, width, position_mask, fetches):
-        first_key, last_key = keys + key_bytes * begin, keys + key_bytes * end
+        first_key, last_key = keys + 8 * begin, keys + 8 * end
         rows, lists = _sources_at(source, 1)[0], lists_of(source)
         values, stride = rows.values, rows.stride
         ahead = _AHEAD if fetches else 0
         while ahead > 2 and ahead * width * g_bytes > _AHEAD_BYTES:
             ahead >>= 1
-        ahead *= key_bytes
+        ahead *= 8
         tile = most if width >= most else some if width >= some else few if width >= few else 1
         column = 0
         while column < width:
@@ -214,91 +197,3 @@ def accumulate(g: Storage, real: Storage, form: SumForm) -> NativeFunction:
             column += tile
 
     return NativeFunction(accumulate_rows, f"accumulate {g.name} {real.name} {form.name}")
-
-
-def _tile_largest(w: Storage, real: Storage, columns: int) -> Any:
-    """A compiled function: the maxima of some columns, and the places of the rows with them."""
-    vector, numbers = Vector(numba_type(real), columns), Vector(types.int32, columns)
-    load, repeat = vector_loader(w, vector), repeated(numbers)
-    fetch = _fetching(columns * w.itemsize, columns)
-
-    @njit(error_model="numpy")
-    def tile_largest(out, winners, values, stride, ids, begin, end, ahead):
-        key = ids + 4 * begin
-        best = load(values + _listed_row((), key, 0) * stride)
-        places = repeat(begin)
-        for k in range(begin, end):
-            key = ids + 4 * k
-            fetch(values + _listed_row((), key + ahead, 0) * stride)
-            row = load(values + _listed_row((), key, 0) * stride)
-            # The first of equal elements wins, and a NaN only if it is the first of all.
-            places = where_greater(row, best, repeat(k), places)
-            best = where_greater(row, best, row, best)
-        store_vector(out, best)
-        store_vector(winners, places)
-
-    return tile_largest
-
-
-@cache
-def largest(w: Storage, real: Storage) -> NativeFunction:
-    """The function that writes maxima of the rows ``ids[begin:end]`` to ``out``.
-
-    The places of the maxima go to ``winners``. ``source`` is the address of a `Source`; ids and
-    winners are int32; there is at least one id.
-    """
-    most = _TILE_BYTES // real.itemsize
-    tile_most, tile_some, tile_one = (_tile_largest(w, real, n) for n in (most, most // 4, 1))
-    w_bytes, real_bytes, some = w.itemsize, real.itemsize, most // 4
-
-    def largest_rows(out, winners, source, ids, begin, end, width):
-        rows, ahead = _sources_at(source, 1)[0], _AHEAD
-        values, stride = rows.values, rows.stride
-        while ahead > 2 and ahead * width * w_bytes > _AHEAD_BYTES:
-            ahead >>= 1
-        ahead *= 4
-        tile = most if width >= most else some if width >= some else 1
-        column = 0
-        while column < width:
-            column = min(column, width - tile)  # as in `accumulate`
-            to, place, row = (
-                out + column * real_bytes,
-                winners + 4 * column,
-                values + column * w_bytes,
-            )
-            if tile == most:
-                tile_most(to, place, row, stride, ids, begin, end, ahead)
-            elif tile == some:
-                tile_some(to, place, row, stride, ids, begin, end, ahead)
-            else:
-                tile_one(to, place, row, stride, ids, begin, end, ahead)
-            column += tile
-
-    return NativeFunction(largest_rows, f"largest {w.name} {real.name}")
-
-
-@cache
-def dot(w: Storage, g: Storage, real: Storage) -> NativeFunction:
-    """The function that writes the dot product of two rows to ``out``.
-
-    Sixteen columns are summed side by side, then the rest one by one.
-    """
-    vector, single = (Vector(numba_type(real), n) for n in (16, 1))
-    wide_w, wide_g = vector_loader(w, vector), vector_loader(g, vector)
-    single_w, single_g = vector_loader(w, single), vector_loader(g, single)
-    w_bytes, g_bytes, number = w.itemsize, g.itemsize, real.carrier
-
-    def dot_rows(out, a, b, width):
-        total, column = number(0), 0
-        if width >= 16:
-            sums = multiply_vectors(wide_w(a), wide_g(b))
-            for column in range(16, width - 15, 16):
-                more = multiply_vectors(wide_w(a + column * w_bytes), wide_g(b + column * g_bytes))
-                sums = add_vectors(sums, more)
-            total, column = sum_of_elements(sums), width // 16 * 16
-        for k in range(column, width):
-            more = multiply_vectors(single_w(a + k * w_bytes), single_g(b + k * g_bytes))
-            total += sum_of_elements(more)
-        carray(as_pointer(out), 1, number)[0] = total
-
-    return NativeFunction(dot_rows, f"dot {w.name} {g.name} {real.name}")

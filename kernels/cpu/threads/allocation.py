@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
+import sys
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from .parallel import Arguments, get_num_threads, run
 _WORD = 8
 _PAGE = 4_096 // _WORD
 _MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux
+_RECYCLED_FROM = 1 << 17  # bytes; glibc maps larger ones page by page
 _PARALLEL_FROM = _LARGE_PAGES_FROM = 4 << 20  # bytes; the latter as in NumPy
 _PART = (4 << 20) // _WORD  # two large pages, which the system clears as a whole
 
@@ -60,6 +62,42 @@ empty = partial(_at_line, np.empty)
 """``empty(shape, dtype)``: an array at the start of a line, uninitialised."""
 zeros = partial(_at_line, np.zeros)
 """``zeros(shape, dtype)``: an array of zeros there, whose pages are made at their first use."""
+
+
+class Recycled:
+    """Memory of large arrays that calls make again and again, used anew when nobody holds it.
+
+    What a system allocator gives back to the system costs a fault a page in the next call: as much
+    time as pooling rows takes. All that nobody holds is let go when other sizes are asked for.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[np.ndarray] = []
+        self.empty = partial(_at_line, self._take)
+        """As `allocation.empty`."""
+
+    def __reduce__(self) -> tuple[type[Recycled], tuple[()]]:
+        return Recycled, ()  # a copy has memory of its own
+
+    def _take(self, n: int, dtype: Any) -> np.ndarray:
+        if n < _RECYCLED_FROM:
+            return np.empty(n, dtype)
+        found, others, kept = None, [], self._kept
+        while kept:
+            try:  # whoever takes one out is the only thread that has it
+                memory = kept.pop()
+            except IndexError:
+                break
+            # Two are this variable and the argument, which newer Pythons do not count.
+            is_free = sys.getrefcount(memory) <= 2
+            if is_free and found is None and n <= len(memory) <= 2 * n:
+                found = memory
+            else:
+                others.append((memory, is_free))
+        kept += [memory for memory, is_free in others if found is not None or not is_free]
+        memory = np.empty(n, dtype) if found is None else found
+        kept.append(memory)
+        return memory
 
 
 def full(shape: tuple[int, ...], value: float, dtype: Any) -> np.ndarray:

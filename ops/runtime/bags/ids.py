@@ -22,16 +22,17 @@ class HostIds(NamedTuple):
     is_weighted: bool
     keep: Sequence[Any]  # the objects that own this memory
 
-    def spans(self, real: np.dtype[Any]) -> list[tuple[int, int]]:
-        """Address and size in bytes of all that is read; weights are of type ``real``."""
-        spans = []
-        for ids in self.lists:
-            spans.append((ids["ids"] + ids["begin"] * ids["id_bytes"], ids["n"] * ids["id_bytes"]))
-            if ids["offsets"]:
-                spans.append((ids["offsets"], ids["n_offsets"] * ids["offset_bytes"]))
-            if ids["id_weights"]:
-                spans.append((ids["id_weights"], ids["n"] * real.itemsize))
-        return spans
+    def spans(self, real: np.dtype[Any]) -> tuple[np.ndarray, np.ndarray]:
+        """Addresses and sizes in bytes of all that is read; weights are of type ``real``."""
+        x = self.lists
+        return (
+            np.concatenate((x["ids"] + x["begin"] * x["id_bytes"], x["offsets"], x["id_weights"])),
+            np.concatenate((
+                x["n"] * x["id_bytes"],
+                np.where(x["offsets"], x["n_offsets"] * x["offset_bytes"], 0),
+                np.where(x["id_weights"], x["n"] * real.itemsize, 0),
+            )),
+        )  # fmt: skip
 
 
 def read(pooling: Pooling, ids: Any, offsets: Any, weights: Any) -> HostIds:

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from ....kernels.cpu import bags as kernels
-from ....kernels.cpu.threads import allocation
 from ....kernels.storage import STORAGES
-from ..arrays import address_of
+from ..arrays import address_of, addresses_of
 from ..errors import reject
 from . import device
 from .given import joined_by_table, read_gradient, read_gradients, read_outputs
@@ -72,12 +71,12 @@ class Pooled:
         winners = None
         self._multiplies = ids.is_weighted if multiplies is None else multiplies
         if pooling.name == "max":
-            winners = allocation.empty((self.batch, pooling.width), np.dtype(np.int32))
+            winners = pooling.memory.empty((self.batch, pooling.width), np.int32)
         self._winners = winners
         self._bags = kernels.Bags(
-            features, ids.lists, pooling.real, pooling.unit, drops=pooling.drops,
+            features, ids.lists, pooling.real, pooling.unit, pooling.memory, drops=pooling.drops,
             leaves_out=pooling.leaves_out, weighted=ids.is_weighted, pooling=pooling.kind,
-            out=base, sums=sums, at_once=out is None, winners=winners, multiplies=self._multiplies,
+            out=base, sums=sums, winners=winners, multiplies=self._multiplies,
         )  # fmt: skip
         self.is_bad = self._bags.is_bad
         # The ids have been copied: the caller may change, resize or free its arrays.
@@ -89,7 +88,7 @@ class Pooled:
         is_one = pooling.pools and not isinstance(out, list | tuple)
         shapes = [(self.batch, pooling.width)] if is_one else self._shapes
         if out is None:
-            arrays = [allocation.empty(shape, real) for shape in shapes]
+            arrays = [pooling.memory.empty(shape, real) for shape in shapes]
         else:
             arrays = read_outputs(pooling, [out] if is_one else out, shapes, self._is_shared)
         self.out = arrays[0] if is_one else arrays
@@ -102,12 +101,12 @@ class Pooled:
 
     def _is_shared(self, array: np.ndarray, others: Sequence[np.ndarray]) -> bool:
         """Whether an output shares memory with tables, ids, offsets, weights or other outputs."""
-        spans = [(address_of(a), a.nbytes) for a in (*self._pooling.arrays, *others)]
-        address, n_bytes = address_of(array), array.nbytes
-        return any(
-            n_bytes and size and address < other + size and other < address + n_bytes
-            for other, size in (*spans, *self._given.spans(self._pooling.real))
-        )
+        known = (*self._pooling.arrays, *others)
+        addresses, sizes = self._given.spans(self._pooling.real)
+        begins = np.append(addresses, addresses_of(known))
+        ends = begins + np.append(sizes, [x.nbytes for x in known])
+        begin, end = address_of(array), address_of(array) + array.nbytes
+        return bool(((begins < ends) & (begins < end) & (begin < ends)).any()) and begin < end
 
     def gradients(self, grad: Any) -> list[Any]:
         """The gradient of each table, a `BagTensor`, from the gradient of the output.

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ....kernels.cpu import bags as kernels
+from ....kernels.cpu.threads.allocation import Recycled
 from ....kernels.storage import STORAGES
 from ....kernels.tables import LARGEST, MEAN, SUM, Feature
 from .. import check
@@ -33,6 +34,7 @@ class Pooling:
         padding: the id of each feature that is ignored, or one for all features, or None.
         out_of_range: ``"raise"`` or ``"drop"``.
         open_ended: whether lists of offsets lack the end of the last bag.
+        memory: that of outputs and of lists of ids of calls before; None: there were none.
 
     Attributes:
         pools: whether rows are pooled at all: several become one.
@@ -43,6 +45,7 @@ class Pooling:
     def __init__(
         self, where: str, tables: Sequence[Any], features: Sequence[int] | None,
         pooling: Any, padding: Any, out_of_range: Any, *, open_ended: bool = False,
+        memory: Recycled | None = None,
     ) -> None:  # fmt: skip
         self.where, self.arrays, self.open_ended = where, list(tables), open_ended
         n = len(self.arrays)
@@ -69,6 +72,7 @@ class Pooling:
         counts = np.bincount(self.of, minlength=n)
         self.features_before = np.concatenate(([0], np.cumsum(counts)))  # each table; then in all
         self._records: dict[tuple[bool, bool], np.ndarray] = {}
+        self.memory = Recycled() if memory is None else memory
 
     def output_shapes(self, bags: Sequence[int]) -> list[tuple[int, int]]:
         """The shape of the output of each feature, for its bags in the order of the tables.
