@@ -141,9 +141,10 @@ class EmbeddingBags:
         pooling = self._known = Pooling(_NAME, arrays, self._features, *self._chosen)
         return pooling
 
-    def _begin(self, table: int, new: Admissions) -> None:
-        """Let rows begin anew that a map has handed out."""
-        self.optimizer.reset_rows(self.parameters[table], new.rows, self._new_rows, ids=new.ids)
+    def _begin(self, new: Sequence[tuple[int, Admissions]]) -> None:
+        """Let rows begin anew that maps have handed out."""
+        tables = self.parameters
+        self.optimizer.reset_rows_of([(tables[t], x.rows, self._new_rows, x.ids) for t, x in new])
 
     def __call__(
         self, ids: Any, offsets: Any = None, per_sample_weights: Any = None, *, out: Any = None,

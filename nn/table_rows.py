@@ -192,7 +192,7 @@ class TableOptimizer(StatefulOptimizer, TableRows):
     def _commit(self, each: Sequence[tuple[Any, CatchUp | RowWrite]]) -> None:
         if self._files is not None:
             self._files.check_alone()
-        commit([*map(_SECOND, each)])
+        commit([*dict.fromkeys(map(_SECOND, each))])
 
     def _move(self, i: int, arrays: dict[str, np.ndarray]) -> np.ndarray:
         if self._files is not None:

@@ -28,7 +28,7 @@ OPTIONAL = frozenset(("pending_last_uses",))
 MOST_LOAD, FEWEST_SLOTS = 0.8, 1_024
 """Of the slots before there are more of them."""
 _LOAD, _MOMENTS = 0.55, 256
-_NO_IDS, _NO_ROWS = np.empty(0, np.int64), np.empty(0, np.int32)
+_NO_IDS, NO_ROWS = np.empty(0, np.int64), np.empty(0, np.int32)
 
 
 class Admissions(NamedTuple):
@@ -182,8 +182,8 @@ class UseQueue(NamedTuple):
     A row that was used since comes behind all of them, so the queue holds until it is empty.
     """
 
-    rows: np.ndarray = _NO_ROWS
-    uses: np.ndarray = _NO_ROWS
+    rows: np.ndarray = NO_ROWS
+    uses: np.ndarray = NO_ROWS
 
     @classmethod
     def of(cls, every: IdRows, step: int) -> UseQueue:
@@ -195,7 +195,7 @@ class UseQueue(NamedTuple):
 
     def take(self, n: int, every: IdRows) -> tuple[np.ndarray, UseQueue]:
         """At most ``n`` rows that were not used since; and the queue that is left."""
-        (rows, uses), begin, chosen = self, 0, _NO_ROWS
+        (rows, uses), begin, chosen = self, 0, NO_ROWS
         while len(chosen) < n and begin < len(rows):
             end = begin + 2 * n + FEWEST_SLOTS
             some = rows[begin:end]

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...kernels.cpu import ids as kernels
-from ...kernels.cpu.threads.parallel import Arguments, Loop, get_num_threads, run_all
+from ...kernels.cpu.threads.parallel import Arguments, Loop, run_all
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
+from .admission import NO_ADMISSIONS, Lookup
 from .arguments import count, positive_int
 from .arguments import seed as checked_seed
 from .id_arrays import (
@@ -31,10 +32,7 @@ from .id_arrays import (
 from .id_arrays import Admissions as Admissions
 
 _FULL = ("reserved", "raise", "evict")
-_SERIAL_BELOW = 8_192  # ids
 _LARGEST = (1 << 31) - 1
-_NO_ROWS = np.empty(0, np.int32)
-_NONE = Admissions(_NO_ROWS, np.empty(0, np.int64), 0, _NO_ROWS)
 
 
 class IdMap:
@@ -110,7 +108,7 @@ class IdMap:
         self._queue, self._removed = UseQueue(), Removals()
         self._slots = IdSlots.empty()
         self._bound: tuple[int, ...] | None = None  # addresses of what the map has
-        self.last = _NONE
+        self.last = NO_ADMISSIONS
 
     def __len__(self) -> int:
         """The number of ids that have a row."""
@@ -197,7 +195,10 @@ class IdMap:
             times = times.reshape(-1)
         with self._lock:
             self.check_step(step)
-            return self._admit(checked.reshape(-1), int(step), times, begin).reshape(checked.shape)
+            bounds = [0, checked.size]
+            lookup = Lookup([self], checked.reshape(-1), bounds, [int(step)], times)
+            lookup.admit(None if begin is None else lambda new: begin(new[0][1]))
+        return lookup.rows.reshape(checked.shape)
 
     def check_step(self, step: Any) -> None:
         """Refuse the number of a step that is none, or below that of the last call."""
@@ -219,11 +220,12 @@ class IdMap:
         """
         checked = ids_of_64_bits("IdMap.find", ids)
         with self._lock:
-            rows = self._search(checked.reshape(-1))[0]
+            rows = Lookup([self], checked.reshape(-1), [0, checked.size], [0]).rows
         looked: np.ndarray = np.maximum(rows, 0).reshape(checked.shape)
         return looked
 
-    def _call(self, ids: np.ndarray, rows: np.ndarray, *others: Any) -> Arguments:
+    def bound(self) -> tuple[int, ...]:
+        """The first fields of `kernels.IdCall`: what the map has, and its options."""
         if self._bound is None:
             arrays = (
                 *self._slots[:3], len(self._slots.places), self._slots.n,
@@ -233,91 +235,41 @@ class IdMap:
             limit = min(self.pending or _LARGEST, _LARGEST)
             numbers = self.capacity, self.after, chance, self.seed, most, limit
             self._bound = (*Arguments(arrays).words, *numbers)
-        unused = [None] * (7 - len(others))  # of `kernels.IdCall`
-        return Arguments((*self._bound, ids, len(ids), rows, *others, *unused))
+        return self._bound
 
-    def _search(self, ids: Any, times: Any = None, step: int = 0) -> tuple[np.ndarray, bool, Any]:
-        """The places of ids, whether all have rows, and the arguments of `kernels.count`."""
-        n, parts = len(ids), -(-len(ids) // kernels.PART)
-        rows, n_missing = np.empty(n, np.int32), np.zeros(parts, np.int64)
-        call = self._call(ids, rows, n_missing, times, step)
-        threads = 1 if n < _SERIAL_BELOW else get_num_threads()
-        run_all((Loop.of(kernels.search, parts, call.address, threads),) if n else ())
-        return rows, not n_missing.any(), call
+    # What `Lookup` asks for
 
-    # One compiled call changes slots, rows and counts, or one assignment replaces them. So whatever
-    # raises between two of Python's instructions leaves a map that is in order.
+    def ids_of(self, rows: np.ndarray) -> np.ndarray:
+        """The ids that have these rows."""
+        return self._rows.ids[rows]
 
-    def _admit(self, ids: np.ndarray, step: int, times: Any, begin: Any) -> np.ndarray:
-        rows, is_done, counting = self._search(ids, times, step)
-        if not is_done:
-            new_places = np.flatnonzero(rows <= 0)
-            # Copies: another thread may change the ids.
-            ids, times = ids[new_places], None if times is None else times[new_places]
-            lacks = self._rows_that_lack(ids, times)
-        self.step, self.last = step, _NONE
-        run_all((Loop.of(kernels.count, 1, counting.address, 1),) if len(rows) else ())
-        if is_done:
-            return rows
-        handed, out = np.empty(len(new_places), np.int32), np.zeros(4, np.int64)
-        try:
-            evicted = self._least_recent(lacks, step) if lacks else _NO_ROWS
-            if len(evicted):
-                self.evictions += 1
-                self._free_rows(evicted, step)
-            rows[new_places] = self._rows_of_new(ids, times, step, out, handed)
-            new = handed[: int(out[3])].copy()
-            self.last = Admissions(new, self._rows.ids[new], int(out[0]), evicted)
-            if begin is not None and len(new):
-                begin(self.last)
-        except BaseException:  # nobody has got them
-            self._queue, new = UseQueue(), handed[: int(out[3])]
-            self._free_rows(new := new[self._rows.counts[new] > 0], step)
-            self._n_removed[1] -= len(new)
-            raise
-        return rows
-
-    def _rows_of_new(self, ids: Any, times: Any, step: int, out: Any, handed: Any) -> np.ndarray:
-        """The rows of ids, which get some; 0 for none. Those handed out are listed."""
-        rows, more = np.empty(len(ids), np.int32), 1 if self.pending else len(ids)
+    def begin_step(self, step: int) -> None:
+        """Have the moment of a step."""
         slots = self._slots.at(step)
         if slots.moments is not self._slots.moments:
             self._bound = None
-        self._slots, now = slots, len(slots.steps) - 1
-        while out[1] < len(ids):
-            slots = self._slots
-            n = slots.enough_for(self._entries[0] + more)
-            if out[2] == 2:
-                self._drop_oldest(max(1, int(self.pending or 0) // 8))
-            elif n > slots.n or out[2]:
-                vars(self).update(_slots=slots.resized(n), _bound=None)  # in one instruction
-            out[2], call = 0, self._call(ids, rows, None, times, step, out, handed, now)
-            run_all((Loop.of(kernels.admit, 1, call.address, 1),))
-        if out[0] and (self.after > 1 or self.chance < 1.0):
-            run_all((Loop.of(kernels.find_admitted, 1, call.address, 1),))
-        return rows
+        self._slots = slots
 
-    def _rows_that_lack(self, ids: np.ndarray, times: np.ndarray | None) -> int:
-        """How many rows are to be given back for new ids, where the map does not raise then."""
-        room = self.capacity - 1 - len(self)
-        if self.full == "reserved" or len(ids) <= room:
-            return 0
-        each, inverse = np.unique(ids, return_inverse=True)
-        places = self._search(each)[0]
-        seen = np.bincount(inverse, times, len(each)) - places
-        more = int(((seen >= self.after) & (places <= 0)).sum()) - room
-        if more > 0 and self.full == "raise":
-            expected = f"{room} new ids: so many rows are free"
-            reject(ValueError, "IdMap", "ids", "do not fit", expected, room + more)
-        return max(more, 0)
+    def with_room(self, n: int, lacks: int) -> int:
+        """Have room for ids without a row; the moment of the step.
 
-    def _least_recent(self, n: int, step: int) -> np.ndarray:
-        """Rows to be given back: as many, or fewer, ascending, none of this step."""
-        rows, self._queue = self._queue.take(n, self._rows)
-        if len(rows) < n:
-            # Rows of the same step may be those of other calls, before the same backward.
-            rows, self._queue = UseQueue.of(self._rows, step).take(n, self._rows)
-        return np.sort(rows)
+        Args:
+            n: how many there are.
+            lacks: `kernels.IdCall.out` of the call that had too little.
+        """
+        slots, more = self._slots, 1 if self.pending else n
+        enough = slots.enough_for(self._entries[0] + more)
+        if lacks == 2:
+            self._drop_oldest(max(1, int(self.pending or 0) // 8))
+        elif enough > slots.n or lacks:
+            vars(self).update(_slots=slots.resized(enough), _bound=None)  # in one instruction
+        return len(self._slots.steps) - 1
+
+    def take_back(self, rows: np.ndarray, step: int) -> None:
+        """Give back rows that were handed out for nobody."""
+        self._queue, rows = UseQueue(), rows[self._rows.counts[rows] > 0]
+        self._free_rows(rows, step)
+        self._n_removed[1] -= len(rows)
 
     # Eviction
 
@@ -380,8 +332,10 @@ class IdMap:
 
     def _remove(self, ids: np.ndarray) -> None:
         """Forget ids, and give back their rows, which ascend."""
-        call = self._call(ids, np.empty(len(ids), np.int32))
-        run_all((Loop.of(kernels.remove, 1, call.address, 1),) if len(ids) else ())
+        if len(ids):
+            last = (0,) * 7  # fields of other loops
+            call = Arguments((*self.bound(), ids, len(ids), np.empty(len(ids), np.int32), *last))
+            run_all((Loop.of(kernels.remove, 1, call.address, 1),))
 
     def _drop_oldest(self, n: int) -> None:
         """Forget so many ids that have no row, those that have not occurred for longest."""

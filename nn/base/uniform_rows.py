@@ -7,6 +7,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from ...kernels.cpu.rows.draw import draw_uniform
 from ...kernels.keeping import mixed
 from ...ops.runtime import check
 from .arguments import seed as checked_seed
@@ -37,10 +38,10 @@ class UniformRows:
 
     def __call__(self, ids: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """float32 of this shape, whose first axis numbers the ids."""
-        words = _words(self.seed, ids, shape) >> np.uint64(40)  # 24 bits, which a float32 holds
-        drawn = words.astype(np.float32) * np.float32(2.0**-23) - np.float32(1.0)
-        found: np.ndarray = drawn * np.float32(self.bound)
-        return found
+        named, seed = np.ascontiguousarray(ids.reshape(-1), np.int64), mixed(self.seed)
+        seed -= (seed >> 63) << 64  # its bits as an int64
+        drawn = draw_uniform(named, math.prod(shape[1:]), seed, self.bound)
+        return drawn.reshape(shape)
 
 
 class NormalRows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ from ...ops.runtime.arrays import adopt
 from ...ops.runtime.bags.ids import check_features
 from ...ops.runtime.bags.pooling import Pooling, padding_of_features
 from ...ops.runtime.errors import reject
+from ..base.admission import found, locked
 from ..base.id_arrays import Admissions, ids_of_64_bits
 from ..base.id_map import IdMap
 
@@ -41,12 +42,12 @@ class BagMaps:
         features: the number of the table of each feature.
         padding: the id of each feature that counts for nothing, or one for all, or None.
         out_of_range: ``"raise"`` or ``"drop"``, of features without a map.
-        begin: ``begin(table, admissions)`` lets rows of a table begin anew.
+        begin: ``begin([(table, admissions), ...])`` lets rows of tables begin anew.
     """
 
     def __init__(
         self, where: str, maps: Any, features: Sequence[int], padding: Any, out_of_range: str,
-        begin: Callable[[int, Admissions], None],
+        begin: Callable[[Sequence[tuple[int, Admissions]]], None],
     ) -> None:  # fmt: skip
         n = len(features)
         is_list = isinstance(maps, list | tuple) and len(maps) == n
@@ -102,7 +103,6 @@ class BagMaps:
         zeros = [np.zeros(x.shape, np.int64) for x in arrays_of_ids]
         parts = check_features(pooling, zeros if is_listed else zeros[0], offsets)
         features: list[Any] = []
-        kept: list[FoundRows] = []
         for f, (part, id_map) in enumerate(zip(parts, self._maps, strict=True)):
             array = arrays_of_ids[f if is_listed else 0]
             if not is_listed:
@@ -117,13 +117,17 @@ class BagMaps:
                 id_map.check_step(id_map.step if step is None else step)
             features.append(array)
         # Ids are admitted last, when nothing can be refused any more.
-        for t, id_map in self.of_tables.items():
-            each = [f for f, table in enumerate(self._of) if table == t]
-            arrays, padding = [features[f] for f in each], [self._padding[f] for f in each]
-            begin = partial(self._begin, t)
-            rows, record = rows_together(id_map, arrays, padding, _LEFT_OUT, step, begin)
-            kept.append(record)
-            for f, array in zip(each, rows, strict=True):
+        tables, maps = [*self.of_tables], [*self.of_tables.values()]
+        of_each = [[f for f, of in enumerate(self._of) if of == t] for t in tables]
+        with locked(maps):
+            found_rows, kept = rows_of_tables(
+                maps, [[features[f] for f in each] for each in of_each],
+                [[self._padding[f] for f in each] for each in of_each], _LEFT_OUT,
+                [None if step is None else int(step)] * len(maps),
+                lambda new: self._begin([(tables[k], admissions) for k, admissions in new]),
+            )  # fmt: skip
+        for each, arrays in zip(of_each, found_rows, strict=True):
+            for f, array in zip(each, arrays, strict=True):
                 features[f] = array
         if is_listed:
             return features, kept
@@ -142,22 +146,47 @@ def id_of_64_bits(where: str, padding: int) -> int:
     return padding - (1 << 64) if padding >> 63 > 0 else padding
 
 
-def rows_together(
-    id_map: IdMap, parts: Sequence[np.ndarray], padding: Sequence[int | None], left_out: int,
-    step: int | None, begin: Callable[[Admissions], Any],
-) -> tuple[list[np.ndarray], FoundRows]:  # fmt: skip
-    """The rows of the ids of several features, and a record of them: int32, ``left_out`` for the
-    padding of each. One call of the map finds them, so no id takes the row of one beside it.
+def rows_of_tables(
+    maps: Sequence[IdMap], parts: Sequence[Sequence[np.ndarray]],
+    padding: Sequence[Sequence[int | None]], left_out: int, steps: Sequence[int | None],
+    begin: Callable[[Sequence[tuple[int, Admissions]]], Any],
+) -> tuple[list[list[np.ndarray]], list[FoundRows]]:  # fmt: skip
+    """The rows of the ids of several tables, found in one call, and a record of each table.
+
+    Args:
+        maps: those of the tables, whose locks the caller has.
+        parts: the ids of each feature of each table, int64. No id takes the row of one beside it.
+        padding: of each feature the id that is left out, or None.
+        left_out: the row of that.
+        steps: of each table, in which ids are admitted; None: they are not.
+        begin: ``begin([(number of a table, admissions), ...])``.
+
+    Returns:
+        For each table rows of the shapes of its features, int32; and the records.
     """
+    features = [*chain.from_iterable(parts)]
     # Copies, which no other thread changes.
-    ids, ends = np.concatenate([x.reshape(-1) for x in parts]), np.cumsum([x.size for x in parts])
-    rows, is_known = np.full(len(ids), left_out, np.int32), np.full(len(ids), True)
-    for first, end, ignored in zip((0, *ends[:-1]), ends, padding, strict=True):
-        if ignored is not None:
-            is_known[first:end] = ids[first:end] != ignored
-    ids, evictions = ids[is_known], id_map.evictions
-    found_rows = id_map.find(ids) if step is None else id_map(ids, step, begin=begin)
-    rows[is_known] = found_rows
-    each = zip(np.split(rows, ends[:-1]), parts, strict=True)
-    record = FoundRows(id_map, ids, found_rows, evictions)
-    return [x.reshape(part.shape) for x, part in each], record
+    ids, ends = np.concatenate([x.reshape(-1) for x in features]), np.cumsum([x.size for x in features])
+    first_features = [*accumulate(map(len, parts), initial=0)]
+    bounds = np.concatenate(([0], ends))[first_features]
+    is_known = None
+    if any(ignored is not None for ignored in chain.from_iterable(padding)):
+        is_known = np.full(len(ids), True)
+        each = zip((0, *ends[:-1]), ends, chain.from_iterable(padding), strict=True)
+        for first, end, ignored in each:
+            if ignored is not None:
+                is_known[first:end] = ids[first:end] != ignored
+        before = np.concatenate(([0], np.cumsum(is_known)))
+        ids, bounds = ids[is_known], before[bounds]
+    evictions, bounds = [id_map.evictions for id_map in maps], bounds.tolist()
+    rows = found(maps, ids, bounds, steps, begin)
+    spans = [slice(*span) for span in pairwise(bounds)]
+    each_map = zip(maps, spans, evictions, strict=True)
+    records = [FoundRows(m, ids[span], rows[span], n) for m, span, n in each_map]
+    if is_known is not None:
+        every = np.full(len(is_known), left_out, np.int32)
+        every[is_known] = rows
+        rows = every
+    each_feature = zip(np.split(rows, ends[:-1]), features, strict=True)
+    shaped = [x.reshape(part.shape) for x, part in each_feature]
+    return [shaped[a:b] for a, b in pairwise(first_features)], records

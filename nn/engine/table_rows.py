@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...kernels.cpu.rows.catch_up import CatchUp
-from ...kernels.cpu.rows.write import RowWrite
+from ...kernels.cpu.rows.write import RowValues, RowWrite
 from ...kernels.keeping import COPY
 from ...ops.runtime.errors import reject
 from .catch_up import MissedSteps, TableAtStep
@@ -46,7 +46,10 @@ class TableRows(ABC):
 
     @abstractmethod
     def _commit(self, each: Sequence[tuple[Any, CatchUp | RowWrite]]) -> None:
-        """Write rows of tables, by their keys, and tell who asks for changes."""
+        """Write rows of tables, by their keys, and tell who asks for changes.
+
+        A `RowWrite` may be that of several tables.
+        """
 
     @abstractmethod
     def _move(self, key: Any, arrays: dict[str, np.ndarray]) -> Any:
@@ -125,15 +128,33 @@ class TableRows(ABC):
         >>> print(w[:, 0].round(4), opt.moment1[0][:, 0].round(4))
         [0.9 0.9 5. ] [0.1 0.1 0. ]
         """
-        rows, ids = self._host_array(rows), self._host_array(ids)
+        self.reset_rows_of([(parameter, rows, weights, ids)])
+
+    def reset_rows_of(self, tables: Sequence[tuple[Any, Any, Any, Any]]) -> None:
+        """Begin rows of several tables anew, in one call.
+
+        Args:
+            tables: the arguments of `reset_rows` for each: parameter, rows, weights and ids.
+
+        Raises:
+            TypeError, ValueError, IndexError, RuntimeError: as `reset_rows`.
+        """
+        for parameter, rows, weights, _ in tables:
+            if weights is None:
+                self._wake(parameter, self._host_array(rows))
+        with self._between_steps():
+            self._write([self._reset(*table) for table in tables])
+
+    def _write(self, tables: Sequence[tuple[Any, RowValues]]) -> None:
+        write = RowWrite([values for _, values in tables])
+        self._commit([(key, write) for key, _ in tables])
+
+    def _reset(self, parameter: Any, rows: Any, weights: Any, ids: Any) -> tuple[Any, RowValues]:
+        key, table = self._table_of("reset_rows", parameter)
         new = self._host_array(weights)
         if callable(weights):
             new = lambda *of: self._host_array(weights(*of))  # noqa: E731
-        elif weights is None:
-            self._wake(parameter, rows)
-        with self._between_steps():
-            key, table = self._table_of("reset_rows", parameter)
-            self._commit([(key, table.reset(rows, new, ids))])
+        return key, table.reset(self._host_array(rows), new, self._host_array(ids))
 
     def copy_rows(self, parameter: Any, source: Any, target: Any) -> None:
         """Let rows of a table become copies of others, with all that is kept for them.
@@ -150,7 +171,7 @@ class TableRows(ABC):
         self._wake(parameter, source)
         with self._between_steps():
             key, table = self._table_of("copy_rows", parameter)
-            self._commit([(key, table.copied(source, self._host_array(target)))])
+            self._write([(key, table.copied(source, self._host_array(target)))])
 
     def grow(self, parameter: Any, rows: int) -> Any:
         """Give a table more rows: it and all that is kept for its rows move to new memory.

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...kernels.cpu.rows.write import RowWrite
+from ...kernels.cpu.rows.write import RowValues
 from ...kernels.cpu.threads import allocation
 from ...kernels.quiet import quiet
 from ...kernels.state import PARAMETER, State
@@ -69,7 +69,7 @@ class StatefulTable:
         }
 
     @quiet
-    def reset(self, rows: Any, weights: Any, ids: Any) -> RowWrite:
+    def reset(self, rows: Any, weights: Any, ids: Any) -> RowValues:
         """Begin rows anew; arguments as those of `TableRows.reset_rows`.
 
         Raises: as there.
@@ -90,15 +90,20 @@ class StatefulTable:
                 reject(ValueError, where, "weights", "have a wrong shape", shape, whole.shape)
             if whole.dtype.kind not in "iuf" and whole.dtype != w.dtype:
                 reject(TypeError, where, "weights", "have a wrong dtype", "numbers", whole.dtype)
-        whole = np.asarray(whole).astype(w.dtype)  # masters begin as the weights, rounded
+        # Masters begin as the weights, rounded.
+        whole = np.array(whole, w.dtype, order="C")  # a copy: it may be a part of the table
         new = []
         for entry in self.by_row.values():
-            filled = np.empty((len(places), *entry.shape[1:]), entry.array.dtype)
-            filled[...] = whole if entry.initial == PARAMETER else entry.initial
-            new.append((entry.array, filled))
-        return RowWrite(places, new)
+            n, is_weight = len(places), entry.initial == PARAMETER
+            if not is_weight or not whole.ndim:  # one row for all
+                n, initial = 1, whole if is_weight else entry.initial
+                of_each = np.full((n, *entry.shape[1:]), initial, entry.array.dtype)
+            else:
+                of_each = whole.astype(entry.array.dtype, copy=False)
+            new.append((entry.array, of_each))
+        return RowValues(places, new)
 
-    def copied(self, source: Any, target: Any) -> RowWrite:
+    def copied(self, source: Any, target: Any) -> RowValues:
         """Copy rows; arguments as those of `TableRows.copy_rows`.
 
         Raises: as there.
@@ -112,7 +117,7 @@ class StatefulTable:
             wrong, expected = "has another length than target", f"{len(to)} rows"
             reject(ValueError, where, "source", wrong, expected, len(of))
         every = [entry.array for entry in self.by_row.values()]
-        return RowWrite(to, [(x, np.ascontiguousarray(x[of])) for x in every])
+        return RowValues(to, [(x, np.ascontiguousarray(x[of])) for x in every])
 
     def grown(self, rows: int) -> dict[str, np.ndarray]:
         """Copies of the arrays of rows, by name, with more rows that begin anew."""

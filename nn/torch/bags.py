@@ -25,7 +25,7 @@ from .engine.exported import bags_in_graph, in_graph, refuse_graph
 from .engine.memory import array_of, in_memory, tensor_of
 from .engine.sleep import prepare_bags, prepare_rows
 from .engine.threads import as_torch
-from .growing import GrowingEmbedding
+from .growing import GrowingEmbedding, rows_of_modules
 from .optimizer import Fused
 
 _MODES = "sum", "mean", "max"
@@ -256,30 +256,28 @@ class EmbeddingBags(nn.Module):
         there is a gradient.
         """
         tables = self._of_features()
-        checks: list[Callable[[], None]] = []
         parts = [ids] if isinstance(ids, Tensor) and len(tables) == 1 else ids
         if isinstance(ids, Tensor) and len(tables) > 1:  # one after the other
             bounds = offsets if isinstance(offsets, Tensor) else ids.new_zeros(1)
             firsts = bounds[:: max(1, (len(bounds) - 1) // len(tables))].tolist()
             parts = [ids[a:b] for a, b in pairwise(firsts)]
         if not isinstance(parts, list | tuple) or len(parts) != len(tables):
-            return ids, checks  # which is refused as it is
+            return ids, []  # which is refused as it is
         rows_of_features = [*parts]
         for k, (table, part) in enumerate(
             zip(tables, parts, strict=True)
         ):  # before ids are admitted
             if not isinstance(table, GrowingEmbedding) and isinstance(part, Tensor):
                 prepare_rows(table.weight, part, f"{WHERE}: ids[{k}]")
-        for table in dict.fromkeys(tables):
-            if isinstance(table, GrowingEmbedding):
-                each = [f for f, x in enumerate(tables) if x is table]
-                rows, check = table.rows([parts[f] for f in each])
-                checks.append(check)
-                for f, part in zip(each, rows, strict=True):
-                    rows_of_features[f] = part
+        growing = [table for table in dict.fromkeys(tables) if isinstance(table, GrowingEmbedding)]
+        of_each = [[f for f, x in enumerate(tables) if x is table] for table in growing]
+        rows, check = rows_of_modules(growing, [[parts[f] for f in each] for each in of_each])
+        for each, of_table in zip(of_each, rows, strict=True):
+            for f, part in zip(each, of_table, strict=True):
+                rows_of_features[f] = part
         if not isinstance(ids, Tensor):
-            return rows_of_features, checks
-        return torch.cat(rows_of_features) if len(tables) > 1 else rows_of_features[0], checks
+            return rows_of_features, [check]
+        return torch.cat(rows_of_features) if len(tables) > 1 else rows_of_features[0], [check]
 
     def _now(self, weights: Sequence[Tensor]) -> tuple[Any, Pooling, bool, dict[int, int]]:
         """The tables as they are: a key, how they are pooled, whether each table has one id a bag

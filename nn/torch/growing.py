@@ -6,13 +6,14 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from ...kernels.cpu.rows.write import RowWrite
 from ...kernels.cpu.threads import allocation
 from ...kernels.cpu.threads.parallel import commit
 from ...kernels.private import (
@@ -28,20 +29,22 @@ from ...ops.runtime import check
 from ...ops.runtime.bags.pooling import padding_of_features
 from ...ops.runtime.errors import reject
 from ..base.arguments import seed as checked_seed
+from ..base.admission import locked
 from ..base.id_arrays import OPTIONAL, STATE, Admissions
 from ..base.id_map import IdMap
 from ..base.uniform_rows import UniformRows
 from ..distributed.agreement import gather_texts, jointly
 from ..distributed.communicator import Communicator
 from ..distributed.id_shard import IdShard
-from ..engine.bag_maps import id_of_64_bits, rows_together
+from ..engine.bag_maps import id_of_64_bits, rows_of_tables
 from ..engine.tables import WEIGHTS, StatefulTable, TableArray, grown, more_rows
 from .embedding import looked_up
 from .engine.exported import in_graph, refuse_graph, rows_in_graph
 from .engine.memory import DTYPES, array_of, tensor_of
 from .engine.sleep import prepare_rows
-from .engine.table_rows import optimizers_of
+from .engine.table_rows import optimizers_of, optimizers_of_all
 from .engine.tensors import local, rebind
+from .engine.threads import as_torch
 
 _WHERE = "GrowingEmbedding"
 _at_the_end_of_backward = at_the_end_of_backward()
@@ -191,15 +194,8 @@ class GrowingEmbedding(nn.Embedding):
         if step is not None:
             self._is_next = False
         if rows.requires_grad:
-            rows.register_hook(self._go_on)
+            rows.register_hook(lambda _: _at_the_end_of_backward(partial(_go_on, [self])))
         return rows
-
-    def _go_on(self, *_: Any) -> None:
-        def end() -> None:
-            self._is_next, self._n_taken = True, _steps_of(optimizers_of(self.weight))
-
-        # Until its end a backward exchanges ``.grad``, which no other thread may read meanwhile.
-        _at_the_end_of_backward(end)
 
     def rows(self, features: Sequence[Tensor]) -> tuple[list[Tensor], Callable[..., None]]:
         """The rows of the ids of each feature, int32 of their shape, admitted together in training
@@ -207,24 +203,8 @@ class GrowingEmbedding(nn.Embedding):
 
         Raises: as `forward`.
         """
-        if self.shard is not None:
-            wrong, expected = "is looked up by itself", "one without comm"
-            reject(ValueError, _WHERE, "the module", wrong, expected, "several processes")
-        arrays = [*map(self._array, features)]
-        padding = [self.padding_idx] * len(arrays)
-        with self.ids._lock:  # the step is that of no other thread then
-            step, begin = self._admission()
-            rows, lookup = rows_together(self.ids, arrays, padding, 0, step, begin)
-            if step is not None:
-                self._is_next = False
-
-        def check(*_: Any) -> None:
-            self._go_on()
-            if not lookup.are_current():
-                wrong = "rows of the forward were given back before its backward"
-                raise RuntimeError(f"{_WHERE}: {wrong}: evict after the step")
-
-        return [*map(tensor_of, rows)], check
+        (rows,), check = rows_of_modules([self], [features])
+        return rows, check
 
     def _int64(self, ids: Any) -> Tensor:
         if not isinstance(ids, Tensor) or ids.dtype not in _IDS or ids.device.type != "cpu":
@@ -239,7 +219,8 @@ class GrowingEmbedding(nn.Embedding):
         return array_of(copied)  # type: ignore[no-any-return]
 
     def _checked(self, ids: Any) -> tuple[np.ndarray, int | None, Callable[[Admissions], None]]:
-        return self._array(ids), *self._admission()
+        admission = self._admission()
+        return self._array(ids), admission.step, lambda new: _begin([(admission, new)])
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -269,14 +250,15 @@ class GrowingEmbedding(nn.Embedding):
         if is_mean or self.training:
             self._as_copied = -1
 
-    def _admission(self) -> tuple[int | None, Callable[[Admissions], None]]:
-        """The step in which ids are admitted, or None, and what lets new rows begin anew."""
+    def _admission(self, optimizers: Sequence[Any] | None = None) -> _Admission:
+        """How ids are admitted: `optimizers_of` the table are given, or asked for."""
         self._mark()
         if self.mixed_up:
             reject(RuntimeError, _WHERE, *self.mixed_up)
         if self._as_copied >= 0:
             self._warn_of_mean()
-        optimizers = optimizers_of(self.weight)
+        if optimizers is None:
+            optimizers = optimizers_of(self.weight)
         # A backward that computes anew what it needs looks up ids that were admitted before.
         are_admitted = self.training and self.weight.requires_grad and _backward_of_now() < 0
         if are_admitted and not optimizers and (self.ids.evictions or self.ids.full == "evict"):
@@ -284,23 +266,11 @@ class GrowingEmbedding(nn.Embedding):
             reject(RuntimeError, _WHERE, "the table", "needs more", expected, "none")
         waits = bool(optimizers) and _steps_of(optimizers) == self._n_taken
         gradient = self.weight.grad if waits else None
-
-        def begin(new: Admissions) -> None:
-            # What an evicted id has collected is not for the id that gets its row.
-            if gradient is not None and self.ids.evictions:
-                self.weight.grad = _without(gradient, new.rows)
-            for optimizer in optimizers:
-                optimizer.reset_rows(self.weight, new.rows, self.initial, ids=new.ids)
-            if not optimizers:
-                w = array_of(self.weight.detach())
-                alone = TableArray("the table", w, WEIGHTS, w.shape, PARAMETER)
-                table = StatefulTable(_WHERE, {WEIGHTS.name: alone})
-                commit([table.reset(new.rows, self.initial, new.ids)])
-                torch.autograd.graph.increment_version(self.weight)
-
         # Gradients may be summed over several batches: all of them belong to one step.
         is_next = self._is_next and gradient is None
-        return self.ids.step + is_next if are_admitted else None, begin
+        return _Admission(
+            self, self.ids.step + is_next if are_admitted else None, optimizers, gradient
+        )
 
     def _begin_seed(self, seed: int) -> None:
         """Draw admissions, and default weights, from another seed from now on."""
@@ -348,6 +318,74 @@ class GrowingEmbedding(nn.Embedding):
     def extra_repr(self) -> str:
         """The arguments that PyTorch shows."""
         return f"{self.num_embeddings}, {self.embedding_dim}, {len(self.ids)} ids"
+
+
+class _Admission(NamedTuple):
+    """How ids of a table are admitted."""
+
+    module: GrowingEmbedding
+    step: int | None  # None: they are not
+    optimizers: Sequence[Any]  # of the table
+    gradient: Tensor | None  # that waits for a step
+
+
+def _begin(new: Sequence[tuple[_Admission, Admissions]]) -> None:
+    """Let rows that were handed out begin anew, with their states in all optimizers."""
+    by_optimizer: dict[Any, list[tuple[Any, ...]]] = {}
+    for (module, _, optimizers, gradient), admitted in new:
+        weight = module.weight
+        # What an evicted id has collected is not for the id that gets its row.
+        if gradient is not None and module.ids.evictions:
+            weight.grad = _without(gradient, admitted.rows)
+        table = weight, admitted.rows, module.initial, admitted.ids
+        for optimizer in optimizers:
+            by_optimizer.setdefault(optimizer, []).append(table)
+        if not optimizers:
+            w = array_of(weight.detach())
+            alone = TableArray("the table", w, WEIGHTS, w.shape, PARAMETER)
+            listed = StatefulTable(_WHERE, {WEIGHTS.name: alone})
+            commit([RowWrite([listed.reset(admitted.rows, module.initial, admitted.ids)])])
+            torch.autograd.graph.increment_version(weight)
+    for optimizer, tables in by_optimizer.items():
+        optimizer.reset_rows_of(tables)
+
+
+@as_torch
+def rows_of_modules(
+    modules: Sequence[GrowingEmbedding], features: Sequence[Sequence[Tensor]]
+) -> tuple[list[list[Tensor]], Callable[..., None]]:
+    """`GrowingEmbedding.rows` of several tables, found and admitted in one call."""
+    if any(module.shard is not None for module in modules):
+        wrong, expected = "is looked up by itself", "one without comm"
+        reject(ValueError, _WHERE, "the module", wrong, expected, "several processes")
+    parts = [[*map(m._array, of_table)] for m, of_table in zip(modules, features, strict=True)]
+    padding = [[m.padding_idx] * len(of_table) for m, of_table in zip(modules, parts, strict=True)]
+    maps = [module.ids for module in modules]
+    of_each = optimizers_of_all([module.weight for module in modules])
+    with locked(maps):  # the steps are those of no other thread then
+        admissions = [m._admission(own) for m, own in zip(modules, of_each, strict=True)]
+        rows, lookups = rows_of_tables(
+            maps, parts, padding, 0, [admission.step for admission in admissions],
+            lambda new: _begin([(admissions[k], x) for k, x in new]),
+        )  # fmt: skip
+        for module, admission in zip(modules, admissions, strict=True):
+            if admission.step is not None:
+                module._is_next = False
+
+    def check(*_: Any) -> None:
+        # Until its end a backward exchanges ``.grad``, which no other thread may read meanwhile.
+        _at_the_end_of_backward(partial(_go_on, modules))
+        if not all(lookup.are_current() for lookup in lookups):
+            wrong = "rows of the forward were given back before its backward"
+            raise RuntimeError(f"{_WHERE}: {wrong}: evict after the step")
+
+    return [[*map(tensor_of, of_table)] for of_table in rows], check
+
+
+def _go_on(modules: Sequence[GrowingEmbedding]) -> None:
+    """Let the next forward be another step; at the end of a backward."""
+    for module, own in zip(modules, optimizers_of_all([m.weight for m in modules]), strict=True):
+        module._is_next, module._n_taken = True, _steps_of(own)
 
 
 # State

@@ -11,24 +11,27 @@ from ..compiler.compile import part
 from ..compiler.intrinsics import copy_bytes
 from ..compiler.records import int64s, records
 from ..headers.arrays import address_of
-from ..threads.parallel import Arguments, Loop
+from ..threads.parallel import Arguments, Loop, get_num_threads
+
+_PARALLEL_FROM = 1 << 18  # bytes
 
 
 class _Written(NamedTuple):
     """An array and new values of some of its rows; all ``int64``."""
 
+    rows: int  # address of int64 [n]
+    n: int
     target: int  # address
     source: int  # address
     row_bytes: int
+    stride: int  # bytes from a row of the source to the next; 0: one row for all
 
 
 class RowWriteCall(NamedTuple):
     """Arguments of the loop, all ``int64``."""
 
-    rows: np.ndarray  # int64 [n]
+    arrays: np.ndarray  # [n] of `_Written`
     n: int
-    arrays: np.ndarray  # [n_arrays] of `_Written`
-    n_arrays: int
 
 
 _arrays_at = records(_Written)
@@ -36,26 +39,39 @@ _arrays_at = records(_Written)
 
 @part(RowWriteCall)
 def _write_rows(index, slot, c):
-    rows, written = int64s(c.rows, c.n), _arrays_at(c.arrays, c.n_arrays)[index]
-    for k in range(c.n):
-        target = written.target + rows[k] * written.row_bytes
-        copy_bytes(target, written.source + k * written.row_bytes, written.row_bytes)
+    x = _arrays_at(c.arrays, c.n)[index]
+    rows = int64s(x.rows, x.n)
+    for k in range(x.n):
+        copy_bytes(x.target + rows[k] * x.row_bytes, x.source + k * x.stride, x.row_bytes)
+
+
+class RowValues(NamedTuple):
+    """New values of some rows of a table."""
+
+    rows: np.ndarray  # int64 [n]
+    # Contiguous arrays of the table, and contiguous values: ``values[k]`` for row ``rows[k]``, or
+    # one for all rows.
+    arrays: Sequence[tuple[np.ndarray, np.ndarray]]
 
 
 class RowWrite:
-    """Writing contiguous ``values[k]`` to row ``rows[k]`` of each contiguous array; see `loops`."""
+    """Writing values to rows of tables; see `loops`."""
 
-    def __init__(self, rows: np.ndarray, arrays: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-        n = max(1, len(rows))
-        written = [_Written(address_of(x), address_of(new), new.nbytes // n) for x, new in arrays]
-        self._write(rows, written, arrays)
+    def __init__(self, tables: Sequence[RowValues]) -> None:
+        written, n_bytes = [], 0
+        for rows, arrays in tables:
+            at_rows, n = address_of(rows), len(rows)
+            for array, new in arrays:
+                row_bytes, n_bytes = new.nbytes // max(1, len(new)), n_bytes + new.nbytes
+                places = address_of(array), address_of(new), row_bytes
+                written.append(_Written(at_rows, n, *places, row_bytes if len(new) > 1 else 0))
+        self._write(written, tables, get_num_threads() if n_bytes >= _PARALLEL_FROM else 1)
 
-    def _write(self, rows: np.ndarray, written: Sequence[_Written], keep: Any) -> None:
+    def _write(self, written: Sequence[_Written], keep: Any, threads: int) -> None:
         """Make the loop; ``keep`` owns the memory of the arrays."""
         self._keep = keep
-        call = RowWriteCall(rows, len(rows), np.array(written, np.int64), len(written))
-        self._call = Arguments(call)
-        self.loops = (Loop(_write_rows.address, len(written), self._call.address, 1),)
+        self._call = Arguments(RowWriteCall(np.array(written, np.int64), len(written)))
+        self.loops = (Loop(_write_rows.address, len(written), self._call.address, threads),)
 
     def release(self) -> None:
         """Do nothing: a write borrows no memory."""
@@ -65,5 +81,7 @@ class NumberWrite(RowWrite):
     """Writing single numbers, from arrays of one element to addresses; see `loops`."""
 
     def __init__(self, numbers: Sequence[tuple[int, np.ndarray]]) -> None:
-        written = [_Written(target, address_of(new), new.nbytes) for target, new in numbers]
-        self._write(np.zeros(1, np.int64), written, numbers)
+        first = np.zeros(1, np.int64)
+        one_row = address_of(first), 1
+        written = [_Written(*one_row, at, address_of(new), new.nbytes, 0) for at, new in numbers]
+        self._write(written, (first, numbers), 1)

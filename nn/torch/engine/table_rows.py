@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,9 +66,19 @@ def optimizers() -> list[TableOptimizer]:
     return [o for o in every if o is not None]
 
 
+def optimizers_of_all(parameters: Sequence[Tensor]) -> list[list[TableOptimizer]]:
+    """The optimizers of each parameter."""
+    by_parameter: dict[int, list[TableOptimizer]] = {id(p): [] for p in parameters}
+    for optimizer in optimizers():
+        for p in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+            if (of_one := by_parameter.get(id(p))) is not None:
+                of_one.append(optimizer)
+    return [by_parameter[id(p)] for p in parameters]
+
+
 def optimizers_of(parameter: Tensor) -> list[TableOptimizer]:
     """The optimizers of a parameter."""
-    return [o for o in optimizers() if place_of(o.param_groups, parameter) is not None]
+    return optimizers_of_all([parameter])[0]
 
 
 class _CheckedTable(NamedTuple):
@@ -267,7 +277,7 @@ class TableOptimizer(Declaration, TableRows):
     def _commit(self, each: Sequence[tuple[Tensor, CatchUp | RowWrite]]) -> None:
         if self._files is not None:
             self._files.files.check_alone()
-        commit([write for _, write in each])
+        commit([*dict.fromkeys(write for _, write in each)])
         # What autograd has saved of a table is another one now.
         for parameter, write in each:
             if isinstance(write, RowWrite) or write.found_any:

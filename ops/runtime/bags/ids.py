@@ -64,7 +64,8 @@ def read_plain(
     elif are_listed != [True, offsets is not None, is_weighted]:
         return None
     else:
-        form = SINGLE if singles or not pooling.pools else FIXED
+        are_flat = singles and getattr((*ids, None)[0], "ndim", 0) == 1
+        form = SINGLE if are_flat or not pooling.pools else FIXED
         if offsets is not None:
             form = OPEN if pooling.open_ended else LISTED
         objects = (*ids, *(offsets or ()), *(weights or ()))
