@@ -174,7 +174,9 @@ class GrowingEmbedding(nn.Embedding):
             return self._of_processes(self.shard, input)
         (rows,), check = self.rows([input])
         prepare_rows(self.weight, rows)
-        vectors = F.embedding(rows, self.weight, 0, sparse=True)
+        # Where no id lacks a row PyTorch need not copy the gradient to leave row 0 out.
+        padding = None if array_of(rows).all() else 0
+        vectors = F.embedding(rows, self.weight, padding, sparse=True)
         # Before the gradient reaches the table: a row may belong to another id by then.
         if vectors.requires_grad:
             vectors.register_hook(check)

@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from itertools import chain, repeat
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,12 +68,12 @@ def optimizers() -> list[TableOptimizer]:
 
 def optimizers_of_all(parameters: Sequence[Tensor]) -> list[list[TableOptimizer]]:
     """The optimizers of each parameter."""
-    by_parameter: dict[int, list[TableOptimizer]] = {id(p): [] for p in parameters}
+    of_each: dict[int, list[TableOptimizer]] = {id(p): [] for p in parameters}
     for optimizer in optimizers():
-        for p in chain.from_iterable(group["params"] for group in optimizer.param_groups):
-            if (of_one := by_parameter.get(id(p))) is not None:
-                of_one.append(optimizer)
-    return [by_parameter[id(p)] for p in parameters]
+        for group in optimizer.param_groups:
+            for key in of_each.keys() & {*map(id, group["params"])}:
+                of_each[key].append(optimizer)
+    return [of_each[id(p)] for p in parameters]
 
 
 def optimizers_of(parameter: Tensor) -> list[TableOptimizer]:
