@@ -31,7 +31,7 @@ from .compiler.intrinsics import (
     vector_loader,
     where_greater,
 )
-from .compiler.lines import LINE
+from .compiler.lines import fetching
 from .compiler.records import int64s
 
 AHEAD = 40
@@ -40,18 +40,9 @@ _AHEAD_BYTES = 20_480  # most bytes that are fetched ahead, if rows are long
 _TILE_BYTES = 256  # of sums: a quarter of the vector registers of AVX-512, half of AVX2's
 
 
-def _fetching(n_bytes: int, columns: int) -> Any:
-    """A compiled function that fetches a part of the row of an id, whose address is given."""
-
-    @njit(inline="always")
-    def fetch(table, row_bytes, key):
-        row = table + np.int64(load_int32(key)) * row_bytes
-        for line in range(0, n_bytes, LINE):
-            prefetch_first(row + line)
-        if columns > 1:  # rows need not begin at a line
-            prefetch_first(row + n_bytes - 1)
-
-    return fetch
+@njit(inline="always")
+def _row_of(table, row_bytes, key):
+    return table + np.int64(load_int32(key)) * row_bytes
 
 
 @njit(inline="always")
@@ -67,11 +58,11 @@ def _tile_sum(w: Storage, real: Storage, columns: int, *, weighted: bool) -> Any
     """A compiled function: the sum of some columns; ``key`` and ``end`` are addresses of ids."""
     vector = Vector(numba_type(real), columns)
     load, weight_at, real_bytes = vector_loader(w, vector), repeating_loader(vector), real.itemsize
-    fetch = _fetching(columns * w.itemsize, columns)
+    fetch = fetching(columns * w.itemsize, prefetch_first)
 
     @njit(inline="always")
     def plain(table, row_bytes, key, weight):
-        return load(table + np.int64(load_int32(key)) * row_bytes)
+        return load(_row_of(table, row_bytes, key))
 
     @njit(inline="always")
     def weighted_row(table, row_bytes, key, weight):
@@ -81,11 +72,11 @@ def _tile_sum(w: Storage, real: Storage, columns: int, *, weighted: bool) -> Any
 
     @njit(inline="always")
     def tile_sum(out, table, row_bytes, key, end, weight, ahead):
-        fetch(table, row_bytes, key + ahead)
+        fetch(_row_of(table, row_bytes, key + ahead))
         sums = term(table, row_bytes, key, weight)
         for k in range(key + 4, end, 4):
             weight += real_bytes
-            fetch(table, row_bytes, k + ahead)
+            fetch(_row_of(table, row_bytes, k + ahead))
             sums = add_vectors(sums, term(table, row_bytes, k, weight))
         store_vector(out, sums)
 
@@ -147,16 +138,16 @@ def _tile_largest(w: Storage, real: Storage, columns: int) -> Any:
     """A compiled function: the maxima of some columns, and the places of the rows with them."""
     vector, numbers = Vector(numba_type(real), columns), Vector(types.int32, columns)
     load, repeat = vector_loader(w, vector), repeated(numbers)
-    fetch = _fetching(columns * w.itemsize, columns)
+    fetch = fetching(columns * w.itemsize, prefetch_first)
 
     @njit(error_model="numpy")
     def tile_largest(out, winners, table, row_bytes, ids, begin, end, ahead):
-        best = load(table + np.int64(load_int32(ids + 4 * begin)) * row_bytes)
+        best = load(_row_of(table, row_bytes, ids + 4 * begin))
         places = repeat(begin)
         for k in range(begin, end):
             key = ids + 4 * k
-            fetch(table, row_bytes, key + ahead)
-            row = load(table + np.int64(load_int32(key)) * row_bytes)
+            fetch(_row_of(table, row_bytes, key + ahead))
+            row = load(_row_of(table, row_bytes, key))
             # The first of equal elements wins, and a NaN only if it is the first of all.
             places = where_greater(row, best, repeat(k), places)
             best = where_greater(row, best, row, best)

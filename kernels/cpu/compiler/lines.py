@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ...inner import njit
 from .intrinsics import prefetch_line
 
@@ -22,3 +24,16 @@ def prefetch(address, n_bytes):
     for line in range(2 * LINE, min(n_bytes, _MOST * LINE), LINE):
         prefetch_line(address + line)
     prefetch_line(address + n_bytes - 1)
+
+
+def fetching(n_bytes: int, fetch_line: Any) -> Any:
+    """A compiled function that fetches so many bytes from an address on, line by line."""
+
+    @njit(inline="always")
+    def fetch(address):
+        for line in range(0, n_bytes, LINE):
+            fetch_line(address + line)
+        if n_bytes > 8:  # what is longer than an element need not begin at a line
+            fetch_line(address + n_bytes - 1)
+
+    return fetch

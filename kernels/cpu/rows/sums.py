@@ -28,6 +28,7 @@ from ..compiler.intrinsics import (
     load_int32,
     load_int64,
     multiply_vectors,
+    prefetch_first,
     prefetch_line,
     repeated,
     repeating_loader,
@@ -35,7 +36,7 @@ from ..compiler.intrinsics import (
     vector_loader,
     where_equal,
 )
-from ..compiler.lines import LINE
+from ..compiler.lines import fetching
 from ..compiler.records import records
 
 _AHEAD = 24  # rows that are fetched ahead; at most `layout.PADDING`
@@ -104,26 +105,15 @@ CHOSEN = SumForm("chosen", _rows_and_winners, _row_of_position, _winner, winners
 FORMS = OWN, SHARED, WEIGHTED, CHOSEN
 
 
-def _fetching(n_bytes: int, columns: int) -> Any:
-    """A compiled function that fetches a part of a row, at an address, into the caches."""
-
-    @njit(inline="always")
-    def fetch(row):
-        for line in range(0, n_bytes, LINE):
-            prefetch_line(row + line)
-        if columns > 1:
-            prefetch_line(row + n_bytes - 1)
-
-    return fetch
-
-
 def _tile_sum(g: Storage, real: Storage, form: SumForm, columns: int) -> Any:
     """A compiled function: the sum of some columns; ``key`` and ``end`` are addresses."""
     vector = Vector(numba_type(real), columns)
     load, n_bytes = vector_loader(g, vector), columns * g.itemsize
     row_of, place_of, real_bytes = form.row, form.place, real.itemsize
     weight_at = repeating_loader(vector)
-    fetch, g_bytes, numbers = _fetching(n_bytes, columns), g.itemsize, Vector(types.int32, columns)
+    # Rows that many positions share are in the second cache for the most part.
+    fetch = fetching(n_bytes, prefetch_line if form is OWN else prefetch_first)
+    g_bytes, numbers = g.itemsize, Vector(types.int32, columns)
     winners_at, repeat = vector_loader(I32, numbers), repeated(numbers)
 
     @njit(inline="always")
