@@ -114,6 +114,7 @@ class Lookup:
 def found(
     maps: Sequence[Any], ids: np.ndarray, bounds: Sequence[int], steps: Sequence[int | None],
     begin: Callable[[Sequence[tuple[int, Admissions]]], Any] | None,
+    times: np.ndarray | None = None,
 ) -> np.ndarray:  # fmt: skip
     """The rows of ids, int32; 0 for none. Arguments are those of `Lookup` and of its `admit`.
 
@@ -126,9 +127,13 @@ def found(
             continue
         spans = [(bounds[k], bounds[k + 1]) for k in chosen]
         is_whole = len(chosen) == len(maps)
-        of_chosen = ids if is_whole else np.concatenate([ids[a:b] for a, b in spans])
+        of_chosen, times_of_chosen = (
+            x if is_whole or x is None else np.concatenate([x[a:b] for a, b in spans])
+            for x in (ids, times)
+        )
         ends = [*accumulate((b - a for a, b in spans), initial=0)]
-        lookup = Lookup([maps[k] for k in chosen], of_chosen, ends, [steps[k] or 0 for k in chosen])
+        chosen_maps, of_maps = [maps[k] for k in chosen], [steps[k] or 0 for k in chosen]
+        lookup = Lookup(chosen_maps, of_chosen, ends, of_maps, times_of_chosen)
         if admits:
             lookup.admit(
                 begin and (lambda new, chosen=chosen: begin([(chosen[k], x) for k, x in new]))

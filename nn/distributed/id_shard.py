@@ -200,7 +200,7 @@ class _StepOfShard:
 
     def request(self, keys: np.ndarray, owner: np.ndarray, inverse: np.ndarray) -> np.ndarray:  # noqa: ARG002
         times = np.bincount(inverse.reshape(-1), minlength=len(keys))
-        return np.stack((_ids_of(keys), times), axis=1)
+        return np.stack((ids_of_keys(keys), times), axis=1)
 
     def rows_of(self, requests: np.ndarray) -> np.ndarray:
         id_map, (ids, times) = self._shard.ids, np.ascontiguousarray(requests.T)
@@ -226,6 +226,7 @@ def keys_of(ids: np.ndarray) -> np.ndarray:
     return found
 
 
-def _ids_of(keys: np.ndarray) -> np.ndarray:
+def ids_of_keys(keys: np.ndarray) -> np.ndarray:
+    """The ids that have these keys: int64."""
     found: np.ndarray = unmixed(unmixed(keys)).view(np.int64)
     return found

@@ -19,13 +19,22 @@ from ...ops.runtime.bags.pooled import Pooled, pool
 from ...ops.runtime.bags.pooling import Pooling, tables_of_features
 from ...ops.runtime.device import is_on_device
 from ...ops.runtime.errors import reject
+from ..distributed.agreement import attempted
 from .engine.bags import arguments, gradients, updates
 from .engine.bags.arguments import WHERE
+from .engine.bags.processes import RoutedBags
 from .engine.exported import bags_in_graph, in_graph, refuse_graph
 from .engine.memory import array_of, in_memory, tensor_of
 from .engine.sleep import prepare_bags, prepare_rows
 from .engine.threads import as_torch
-from .growing import GrowingEmbedding, rows_of_modules
+from .growing import (
+    GrowingEmbedding,
+    admissions_of,
+    arrays_of_ids,
+    begin_rows,
+    end_batch,
+    rows_of_modules,
+)
 from .optimizer import Fused
 
 _MODES = "sum", "mean", "max"
@@ -235,14 +244,18 @@ class EmbeddingBags(nn.Module):
         if torch.compiler.is_dynamo_compiling():
             return _outside_of_graphs(self, ids, offsets, per_sample_weights)
         checks: list[Callable[[], None]] = []
-        if any(isinstance(m, GrowingEmbedding) for m in modules_of(self)):
-            ids, checks = self._rows_of(ids, offsets)
         factors, weights = per_sample_weights, self.weights
         if isinstance(factors, Tensor):
             factors = [factors]
         if self._updates is not None and torch.is_grad_enabled():
             self._updates.check(weights)
-        call = ids, offsets, per_sample_weights
+        call: Any = ids, offsets, per_sample_weights
+        if any(isinstance(m, GrowingEmbedding) for m in modules_of(self)):
+            if any(getattr(m, "shard", None) is not None for m in modules_of(self)):
+                call, checks = self._routed(call, weights)
+            else:
+                ids, checks = self._rows_of(ids, offsets)
+                call = ids, *call[1:]
         out: Tensor = _Pooling.apply(self, (call, checks), *weights, *(factors or ()))
         return out
 
@@ -251,16 +264,51 @@ class EmbeddingBags(nn.Module):
         modules = [*modules_of(self)]
         return [modules[t] for t in self._features]
 
+    def _parts(self, ids: Any, offsets: Any) -> Any:
+        """The ids of each feature, if they are such."""
+        n = len(self._features)
+        if not isinstance(ids, Tensor):
+            return ids
+        if n == 1:
+            return [ids]
+        bounds = offsets if isinstance(offsets, Tensor) else ids.new_zeros(1)
+        firsts = bounds[:: max(1, (len(bounds) - 1) // n)].tolist()
+        return [ids[a:b] for a, b in pairwise(firsts)]  # one after the other
+
+    def _routed(self, call: Any, weights: Sequence[Tensor]) -> tuple[Any, list[Any]]:
+        """The call with ids that have gone to the processes that own their rows, and what is to be
+        called before there is a gradient.
+        """
+        tables: list[Any] = [*modules_of(self)]
+        comms = {id(getattr(getattr(m, "shard", None), "comm", None)) for m in tables}
+        if len(comms) > 1:
+            wrong, expected = "have other processes", "one comm for all tables"
+            reject(ValueError, WHERE, "tables", wrong, expected, f"{len(comms)} of them")
+        pooling, of_features = self._now(weights)[1], self._of_features()
+
+        def prepared() -> tuple[Any, Any]:
+            parts = self._parts(*call[:2])
+            if not isinstance(parts, list | tuple) or len(parts) != len(of_features):
+                arguments.arrays_of(call, of_features)  # which raises
+            return arrays_of_ids(of_features, parts), admissions_of(tables)
+
+        found, error = attempted(prepared)
+        parts, admissions = found or ((), [])
+        steps = [admission.step for admission in admissions] or [None] * len(tables)
+
+        def begin(new: Any) -> None:
+            begin_rows([(admissions[k], x) for k, x in new])
+
+        routed = RoutedBags(pooling, tables, parts, call, steps, begin, error)
+        for table in tables:
+            table.weight.row_shard = table.shard  # for optimizers
+        return routed, [end_batch(admissions)]
+
     def _rows_of(self, ids: Any, offsets: Any) -> tuple[Any, list[Callable[[], None]]]:
         """The ids with rows in place of those of growing tables, and what is to be called before
         there is a gradient.
         """
-        tables = self._of_features()
-        parts = [ids] if isinstance(ids, Tensor) and len(tables) == 1 else ids
-        if isinstance(ids, Tensor) and len(tables) > 1:  # one after the other
-            bounds = offsets if isinstance(offsets, Tensor) else ids.new_zeros(1)
-            firsts = bounds[:: max(1, (len(bounds) - 1) // len(tables))].tolist()
-            parts = [ids[a:b] for a, b in pairwise(firsts)]
+        tables, parts = self._of_features(), self._parts(ids, offsets)
         if not isinstance(parts, list | tuple) or len(parts) != len(tables):
             return ids, []  # which is refused as it is
         rows_of_features = [*parts]
@@ -319,6 +367,8 @@ class EmbeddingBags(nn.Module):
         self, call: tuple[Any, Any, Any], weights: Sequence[Tensor]
     ) -> tuple[Any, dict[int, int]]:
         """Rows of the tables, pooled, and ids of tables that have no gradient."""
+        if isinstance(call, RoutedBags):
+            return call.pool(weights), {}
         _, pooling, are_single, dropped = self._now(weights)
         if pooling.is_on_device:
             if not self.include_last_offset and isinstance(call[1], list | tuple):
@@ -347,7 +397,9 @@ class _Pooling(torch.autograd.Function):
         call, ctx.checks = call
         weights = tensors[: len(modules_of(module))]
         ctx.module, ctx.weights, ctx.is_taken = module, weights, False
-        ctx.parallel, ctx.is_synced, ctx.step = updates.wrapper_of(module), True, None
+        is_routed = isinstance(call, RoutedBags)  # DistributedDataParallel has no part in it
+        ctx.parallel = None if is_routed else updates.wrapper_of(module)
+        ctx.is_synced, ctx.step = True, None
         if ctx.parallel is not None:
             ctx.is_synced = ctx.parallel.require_backward_grad_sync
         if module._updates is not None and updates.is_in_backward():
@@ -400,6 +452,8 @@ class _Pooling(torch.autograd.Function):
             for k, weight in enumerate(weights):
                 if are_left[k]:
                     tables[k] = gradients.tensor_of_rows(of_tables[k], weight)
+                    if isinstance(ctx.pooled, RoutedBags):  # as `ShardedEmbedding` does
+                        weight.row_positions = of_tables[k].places
                 elif are_taken[k] and ctx.parallel is not None:  # which waits for one
                     tables[k] = gradients.no_rows(weight)
         return None, None, *tables, *factors

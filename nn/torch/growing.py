@@ -216,13 +216,13 @@ class GrowingEmbedding(nn.Embedding):
         return ids.view(torch.int64) if ids.dtype == torch.uint64 else ids.long()
 
     def _array(self, ids: Any) -> np.ndarray:
-        """A copy of ids, if they are such."""
+        """A copy of ids, if they are such; int64."""
         copied = self._int64(ids).detach().clone(memory_format=torch.contiguous_format)
         return array_of(copied)  # type: ignore[no-any-return]
 
     def _checked(self, ids: Any) -> tuple[np.ndarray, int | None, Callable[[Admissions], None]]:
         admission = self._admission()
-        return self._array(ids), admission.step, lambda new: _begin([(admission, new)])
+        return self._array(ids), admission.step, lambda new: begin_rows([(admission, new)])
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -331,7 +331,7 @@ class _Admission(NamedTuple):
     gradient: Tensor | None  # that waits for a step
 
 
-def _begin(new: Sequence[tuple[_Admission, Admissions]]) -> None:
+def begin_rows(new: Sequence[tuple[_Admission, Admissions]]) -> None:
     """Let rows that were handed out begin anew, with their states in all optimizers."""
     by_optimizer: dict[Any, list[tuple[Any, ...]]] = {}
     for (module, _, optimizers, gradient), admitted in new:
@@ -352,6 +352,27 @@ def _begin(new: Sequence[tuple[_Admission, Admissions]]) -> None:
         optimizer.reset_rows_of(tables)
 
 
+def admissions_of(modules: Sequence[GrowingEmbedding]) -> list[_Admission]:
+    """How the ids of each table are admitted."""
+    of_each = optimizers_of_all([module.weight for module in modules])
+    return [module._admission(own) for module, own in zip(modules, of_each, strict=True)]
+
+
+def end_batch(admissions: Sequence[_Admission]) -> Callable[[], None]:
+    """Have admitted the ids of a batch; what to call in its backward."""
+    modules = [admission.module for admission in admissions]
+    for module, admission in zip(modules, admissions, strict=True):
+        if admission.step is not None:
+            module._is_next = False
+    # Until its end a backward exchanges ``.grad``, which no other thread may read meanwhile.
+    return partial(_at_the_end_of_backward, partial(_go_on, modules))
+
+
+def arrays_of_ids(modules: Sequence[GrowingEmbedding], ids: Sequence[Any]) -> list[np.ndarray]:
+    """Copies of the ids of each table, if they are such; int64."""
+    return [module._array(x) for module, x in zip(modules, ids, strict=True)]
+
+
 @as_torch
 def rows_of_modules(
     modules: Sequence[GrowingEmbedding], features: Sequence[Sequence[Tensor]]
@@ -360,23 +381,19 @@ def rows_of_modules(
     if any(module.shard is not None for module in modules):
         wrong, expected = "is looked up by itself", "one without comm"
         reject(ValueError, _WHERE, "the module", wrong, expected, "several processes")
-    parts = [[*map(m._array, of_table)] for m, of_table in zip(modules, features, strict=True)]
+    parts = [[m._array(x) for x in xs] for m, xs in zip(modules, features, strict=True)]
     padding = [[m.padding_idx] * len(of_table) for m, of_table in zip(modules, parts, strict=True)]
     maps = [module.ids for module in modules]
-    of_each = optimizers_of_all([module.weight for module in modules])
     with locked(maps):  # the steps are those of no other thread then
-        admissions = [m._admission(own) for m, own in zip(modules, of_each, strict=True)]
+        admissions = admissions_of(modules)
         rows, lookups = rows_of_tables(
             maps, parts, padding, 0, [admission.step for admission in admissions],
-            lambda new: _begin([(admissions[k], x) for k, x in new]),
+            lambda new: begin_rows([(admissions[k], x) for k, x in new]),
         )  # fmt: skip
-        for module, admission in zip(modules, admissions, strict=True):
-            if admission.step is not None:
-                module._is_next = False
+        go_on = end_batch(admissions)
 
     def check(*_: Any) -> None:
-        # Until its end a backward exchanges ``.grad``, which no other thread may read meanwhile.
-        _at_the_end_of_backward(partial(_go_on, modules))
+        go_on()
         if not all(lookup.are_current() for lookup in lookups):
             wrong = "rows of the forward were given back before its backward"
             raise RuntimeError(f"{_WHERE}: {wrong}: evict after the step")

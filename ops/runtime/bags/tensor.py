@@ -107,6 +107,13 @@ class BagTensor:
         return self.gradient.weights
 
     @property
+    def places(self) -> tuple[np.ndarray, int]:
+        """Of a part of a batch that several processes share: the positions of the occurrences in
+        the whole batch, int64, and the length of that.
+        """
+        return self.gradient.positions, self.gradient.source.whole_length
+
+    @property
     def winners(self) -> Any:
         """The occurrence of each element of the values, numbered from `first`; or None."""
         return self.gradient.winners
