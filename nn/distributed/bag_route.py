@@ -165,7 +165,10 @@ class BagRoute:
     ) -> list[np.ndarray]:  # fmt: skip
         """The messages of all ranks, which have said first that they have found no error."""
         status = np.full(1, error is not None, np.int64).view(np.uint8)
-        sent = [np.concatenate((status, *map(as_bytes, parts))) for parts in messages]
+        sent = [
+            np.concatenate((status, *(as_bytes(np.ascontiguousarray(x)) for x in parts)))
+            for parts in messages
+        ]
         arrived = self._exchanged(sent, [n + _STATUS for n in sizes])
         if any(message[:_STATUS].any() for message in arrived):
             agree(self._comm, self._where, {}, error)

@@ -85,7 +85,11 @@ class EmbeddingBags(nn.Module):
     After `update_in_backward` it takes the step of an optimizer instead, which reads the gradient
     of the output in place.
 
-    A `GrowingEmbedding` admits its ids of 64 bits; those without a row count as zeros.
+    A `GrowingEmbedding` admits its ids of 64 bits; those without a row count as zeros. Where all
+    tables are such with one ``comm``, each process pools its part of a batch, in sums or means:
+    all call this, and backward. The ids of all tables go to the owners of their rows in one
+    exchange, and so do counts, rows and gradients: four for each batch. Rows by id have the bits
+    of one process.
 
     On a CUDA device tables, ids and offsets lie there, and forward and backward are enqueued. A bad
     id or offset is told by `fusestep.synchronize`: the output is 0 then, and no step writes. The

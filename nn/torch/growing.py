@@ -98,7 +98,7 @@ class GrowingEmbedding(nn.Embedding):
     it loads into a module of any capacity that has room for them. What an optimizer keeps is of the
     capacity that it was made for, and loads beside a table of that one or a larger one.
 
-    `EmbeddingBags` adopts such modules. `averaged` has means of rows by id. In
+    `EmbeddingBags` adopts such modules, with ``comm`` too. `averaged` has means of rows by id. In
     DistributedDataParallel a table needs ``comm`` and `hide_from_ddp`.
 
     Raises:
@@ -205,6 +205,9 @@ class GrowingEmbedding(nn.Embedding):
 
         Raises: as `forward`.
         """
+        if self.shard is not None:
+            wrong, expected = "is looked up by itself", "one without comm"
+            reject(ValueError, _WHERE, "the module", wrong, expected, "several processes")
         (rows,), check = rows_of_modules([self], [features])
         return rows, check
 
@@ -378,9 +381,6 @@ def rows_of_modules(
     modules: Sequence[GrowingEmbedding], features: Sequence[Sequence[Tensor]]
 ) -> tuple[list[list[Tensor]], Callable[..., None]]:
     """`GrowingEmbedding.rows` of several tables, found and admitted in one call."""
-    if any(module.shard is not None for module in modules):
-        wrong, expected = "is looked up by itself", "one without comm"
-        reject(ValueError, _WHERE, "the module", wrong, expected, "several processes")
     parts = [[m._array(x) for x in xs] for m, xs in zip(modules, features, strict=True)]
     padding = [[m.padding_idx] * len(of_table) for m, of_table in zip(modules, parts, strict=True)]
     maps = [module.ids for module in modules]

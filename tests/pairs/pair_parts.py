@@ -234,7 +234,6 @@ OF_THREE: dict[frozenset[str], str] = {
         *((name, "ids of several processes share names in a state dict") for name in _DCP),
         ("clipping by norm", "is distributed: expected a tensor of one process"),
         ("skip_nonfinite", "skip_nonfinite takes no part of a table"),
-        ("bags, step in backward", "is looked up by itself: expected one without comm"),
         ("states in files", "is elsewhere: expected whole parameters on the host"),
         ("pickle", "the communicator is of these processes alone"))
 } | {

@@ -296,7 +296,7 @@ def test_processes_that_share_the_ids(name: str) -> None:
         with pytest.raises(TypeError, match=r"rank 1: .*, got torch.int16") as error:
             table(EACH.short() if comm.rank else EACH)
         with pytest.raises(ValueError, match="is looked up by itself"):
-            fused.EmbeddingBags([table])([EACH])
+            table.rows([EACH])
         return str(error.value)
 
     assert len({*in_threads(2, failing)}) == 1
