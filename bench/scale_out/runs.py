@@ -18,6 +18,7 @@ import numpy as np
 
 from .. import machine
 from ..cases.indices import DEFAULT, draw
+from ..cases.model_shapes import click_log_tables
 from ..cases.options import other_option, seconds_of
 from ..errors import BenchError
 from ..report import document, terminal
@@ -32,6 +33,7 @@ NETWORKS = (10, 100, 400)  # Gbit/s
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)  # processes of the model
 MODEL_BATCH = 1 << 20  # ids of the batch of all processes
 _ROW = 4 * DIM  # bytes
+POOLED, LENGTHS = 2_048, (1, 20)  # samples, and ids of a bag
 _MESSAGE = 5e-6  # seconds that a process takes for each message of a fast network, assumed
 
 
@@ -49,28 +51,50 @@ def main(args: argparse.Namespace) -> int:
     rows, batch = (_QUICK_ROWS, _QUICK_BATCH) if args.quick else (ROWS, BATCH)
     time = seconds_of(args, _SECONDS, _QUICK_SECONDS)
     with terminal.progress() as reports:
-        runs = []
+        runs, shared = [], []
         wanted = [(1, batch // 4), *((n, batch) for n in counts)]
         for k, (n, of_run) in enumerate(wanted):
             reports(f"{n} processes, {of_run:,} ids", k, len(wanted))(0.0)
             runs.append(_run(n, rows, of_run, time))
-    data = {"machine": machine.machine(), "rows": rows, "dim": DIM, "runs": runs}
+        for length in LENGTHS:
+            for n in counts:
+                reports(f"{n} processes, bags of {length}", n, 0)(0.0)
+                shared.append(_pooled(n, length))
+    data = {
+        "machine": machine.machine(), "rows": rows, "dim": DIM, "runs": runs, "pooled": shared,
+    }  # fmt: skip
     print(markdown(measured(data)))
+    print(markdown(pooled(data)))
     if args.json is not None:
         document.write(args.json, data)
     return 0
 
 
-def _run(n: int, rows: int, batch: int, time: float) -> dict[str, Any]:
-    """Figures of n processes: the slowest of each, and the bytes of all."""
+def _started(n: int, *arguments: object) -> Any:
+    """What n workers have measured."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"),
         *(str(n), "-m", "fusestep.bench.scale_out.worker"),
-        *map(str, (rows, DIM, batch, time)),
+        *map(str, arguments),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     printed = machine.output(command, f"--processes {n}", env=environment, timeout=_TIMEOUT)
-    every = json.loads(printed.splitlines()[-1])
+    return json.loads(printed.splitlines()[-1])
+
+
+def _pooled(n: int, length: int) -> dict[str, Any]:
+    every = _started(n, "pooled", DIM, POOLED, length)
+    slowest = max(own["iteration"] for own in every)
+    sent, exchanges = sum(own["sent"] for own in every), every[0]["exchanges"]
+    return {
+        "processes": n, "length": length, "sent": sent, "exchanges": exchanges,
+        "iteration": slowest,
+    }  # fmt: skip
+
+
+def _run(n: int, rows: int, batch: int, time: float) -> dict[str, Any]:
+    """Figures of n processes: the slowest of each, and the bytes of all."""
+    every = _started(n, rows, DIM, batch, time)
     highest = {name: max(own[name] for own in every) for name in every[0] if name != "iteration"}
     totals = {name: sum(own[name] for own in every) for name in ("sent", "least", "ids")}
     slowest = max((own["iteration"] for own in every), key=lambda times: float(times[1]))
@@ -136,6 +160,27 @@ def measured(data: dict[str, Any]) -> Table:
             seconds(run["outside"]), memory(run["sent"]), least,
             memory(run["table_and_states"]),
         ])  # fmt: skip
+    return Table(head, rows, left=0)
+
+
+def pooled(data: dict[str, Any]) -> Table:
+    """What bags of the growing tables of a click log send, beside two other ways.
+
+    A dense all-reduce sends all gradients around a ring. Tables cut by rows, as torchrec's, send
+    each id (8 bytes) to its owner, partial sums of all bags back, and gradients of all bags to all
+    owners. Both are counted, not run.
+    """
+    tables, rows = [n for n, _ in click_log_tables()], []
+    for run in data["pooled"]:
+        n, columns = run["processes"], len(tables) * DIM
+        dense = 2 * (n - 1) * sum(tables) * _ROW
+        ids = len(tables) * POOLED * run["length"] * 8 * (n - 1) / n
+        by_rows = ids + 2 * (n - 1) * POOLED * columns * 4
+        rows.append([
+            str(n), str(run["length"]), seconds(run["iteration"]), f"{run['exchanges']:.0f}",
+            *map(memory, (run["sent"], by_rows, dense)),
+        ])  # fmt: skip
+    head = ["processes", "ids of a bag", "iteration", "exchanges", "sent", "cut by rows", "dense"]
     return Table(head, rows, left=0)
 
 

@@ -1,7 +1,8 @@
 """One process of ``fusestep bench --processes``: iterations on a table that P processes own.
 
-``torch.distributed.run`` starts it: ``worker ROWS DIM BATCH SECONDS``. Rank 0 prints a
-line of JSON with what all have measured.
+``torch.distributed.run`` starts it: ``worker ROWS DIM BATCH SECONDS``, or ``worker pooled DIM BATCH
+LENGTH`` for the pooled tables of a recommender. Rank 0 prints a line of JSON with what all have
+measured.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 import timeit
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,9 +25,10 @@ from ...nn.distributed import Communicator, RowShard, alone, over_torch, togethe
 from ...nn.distributed.agreement import agree, gather_texts
 from ...nn.distributed.communicator import Transfer, row_bytes
 from ..cases.indices import DEFAULT, draw
+from ..cases.model_shapes import click_log_tables
 
 _MOST, _ROUNDS, _LARGE = 200, 200, 1 << 22  # iterations, agreements, bytes of a large exchange
-_LARGE_ONES = 20
+_LARGE_ONES, _BATCHES = 20, 3
 _Counts = Sequence[int]
 
 
@@ -120,6 +123,34 @@ def measured(training: Training, seconds: float) -> dict[str, Any]:
     }
 
 
+def pooled(comm: Counted, dim: int, batch: int, length: int) -> dict[str, Any]:
+    """What an iteration of bags of growing tables sends: those of a click log."""
+    torch, fused = import_module("torch"), import_module("fusestep.nn.torch")
+    torch.set_num_threads(1)
+    sizes = [rows for rows, _ in click_log_tables()]
+    bags = fused.EmbeddingBags([fused.GrowingEmbedding(n + 1, dim, comm=comm) for n in sizes])
+    bags.update_in_backward(fused.RowWiseAdagrad(bags.parameters()))
+    low, high = (batch * r // comm.size for r in (comm.rank, comm.rank + 1))
+    drawn = [[draw(DEFAULT, n, batch * length, seed) for n in sizes] for seed in range(_BATCHES)]
+    batches = [
+        [torch.from_numpy(ids.reshape(batch, length)[low:high].copy()) for ids in every]
+        for every in drawn
+    ]
+    gradient, times = torch.ones(high - low, dim * len(sizes)), []
+    for k in range(3 * _BATCHES):
+        if k == _BATCHES:
+            comm.sent = comm.calls = 0
+        begin = time.perf_counter()
+        bags(batches[k % _BATCHES]).backward(gradient)
+        times.append(time.perf_counter() - begin)
+    n = 2 * _BATCHES
+    return {
+        "sent": comm.sent / n,
+        "exchanges": comm.calls / n,
+        "iteration": float(np.median(times[_BATCHES:])),
+    }
+
+
 def _seconds_per_byte(comm: Counted) -> float:
     """Seconds of a byte that a process sends, in large exchanges."""
     if comm.size == 1:
@@ -136,12 +167,16 @@ def _median(work: Callable[[], object], times: int) -> float:
 
 def main() -> None:
     """Measure; rank 0 prints."""
-    rows, dim, batch = map(int, sys.argv[1:4])
     dist.init_process_group("gloo")
     set_num_threads(1)  # as many processes as there are may share the cores
     # One process sends nothing: gloo would only copy more slowly.
     comm = Counted(over_torch() if dist.get_world_size() > 1 else alone())
-    own = measured(Training(comm, rows, dim, batch), float(sys.argv[4]))
+    what, *numbers = sys.argv[1:]
+    if what == "pooled":
+        own = pooled(comm, *map(int, numbers))
+    else:
+        rows, dim, batch = int(what), *map(int, numbers[:2])
+        own = measured(Training(comm, rows, dim, batch), float(numbers[2]))
     every = gather_texts(comm, json.dumps(own))
     if comm.rank == 0:
         print(json.dumps([json.loads(text) for text in every]))

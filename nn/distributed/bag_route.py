@@ -133,9 +133,12 @@ class BagRoute:
             np.searchsorted(firsts[t, 1:], x, side="right")
             for t, x in zip(self._of, self.places, strict=True)
         ])  # fmt: skip
-        order = np.argsort(owner * width + feature, kind="stable")
+        groups = owner * width + feature
+        # Numbers of 16 bits are sorted in one pass.
+        order = np.argsort(groups.astype(np.uint16 if (size + 1) * width < 1 << 16 else np.int64),
+                           kind="stable")  # fmt: skip
         order = order[: np.count_nonzero(owner < size)]  # behind them lies what is left out
-        owner, feature, group = owner[order], feature[order], (owner * width + feature)[order]
+        owner, feature, group = owner[order], feature[order], groups[order]
         bag = np.concatenate([bags.bag_of for bags in self._bags])[order]
         is_next = np.ones(len(order), bool)  # whether a bag begins, in its group
         is_next[1:] = (group[1:] != group[:-1]) | (bag[1:] != bag[:-1])

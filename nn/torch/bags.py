@@ -284,10 +284,12 @@ class EmbeddingBags(nn.Module):
         called before there is a gradient.
         """
         tables: list[Any] = [*modules_of(self)]
-        comms = {id(getattr(getattr(m, "shard", None), "comm", None)) for m in tables}
-        if len(comms) > 1:
+        comms = [getattr(getattr(m, "shard", None), "comm", None) for m in tables]
+        if len({None if c is None else id(getattr(c, "group", c)) for c in comms}) > 1 and any(
+            c is None or c.size > 1 for c in comms
+        ):
             wrong, expected = "have other processes", "one comm for all tables"
-            reject(ValueError, WHERE, "tables", wrong, expected, f"{len(comms)} of them")
+            reject(ValueError, WHERE, "tables", wrong, expected, "several, or none for some")
         pooling, of_features = self._now(weights)[1], self._of_features()
 
         def prepared() -> tuple[Any, Any]:
