@@ -100,6 +100,13 @@ class RowGradient(NamedTuple):
             gradient = gradient._replace(values=values)
         return gradient._replace(source=source)
 
+    def at(self, positions: np.ndarray, batch_length: int) -> RowGradient:
+        """This gradient as a part of a batch that several processes share; as a `RowTensor`."""
+        source = self.source._replace(
+            positions=address_of(positions), whole_length=batch_length
+        )  # fmt: skip
+        return self._replace(positions=positions, source=source)
+
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the values."""
