@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -37,9 +38,9 @@ class Lookup:
 
     Args:
         maps: different `IdMap`, whose locks the caller has.
-        ids: int64; another thread may change them.
         bounds: where the ids of each map begin, and the end of all.
         steps: of each map the number of the step, which was checked.
+        ids: int64; another thread may change them.
         times: how often each id occurs, int64; None: once.
 
     Attributes:
@@ -48,8 +49,8 @@ class Lookup:
     """
 
     def __init__(
-        self, maps: Sequence[Any], ids: np.ndarray, bounds: Sequence[int], steps: Sequence[int],
-        times: np.ndarray | None = None,
+        self, maps: Sequence[Any], bounds: Sequence[int], steps: Sequence[int], ids: Any,
+        times: Any = None,
     ) -> None:  # fmt: skip
         self._maps, self._ids, self._bounds, self._steps = maps, ids, bounds, steps
         self._times, self.rows = times, np.empty(len(ids), np.int32)
@@ -127,22 +128,27 @@ def found(
             continue
         spans = [(bounds[k], bounds[k + 1]) for k in chosen]
         is_whole = len(chosen) == len(maps)
-        of_chosen, times_of_chosen = (
+        lists = [
             x if is_whole or x is None else np.concatenate([x[a:b] for a, b in spans])
             for x in (ids, times)
-        )
+        ]
         ends = [*accumulate((b - a for a, b in spans), initial=0)]
-        chosen_maps, of_maps = [maps[k] for k in chosen], [steps[k] or 0 for k in chosen]
-        lookup = Lookup(chosen_maps, of_chosen, ends, of_maps, times_of_chosen)
+        own_steps = [steps[k] or 0 for k in chosen]
+        lookup = Lookup([maps[k] for k in chosen], ends, own_steps, *lists)
         if admits:
-            lookup.admit(
-                begin and (lambda new, chosen=chosen: begin([(chosen[k], x) for k, x in new]))
-            )
+            lookup.admit(None if begin is None else partial(_numbered, begin, chosen))
         else:
             np.maximum(lookup.rows, 0, out=lookup.rows)
         for (a, b), (c, d) in zip(spans, pairwise(ends), strict=True):
             rows[a:b] = lookup.rows[c:d]
     return rows
+
+
+def _numbered(
+    begin: Callable[[Sequence[tuple[int, Admissions]]], Any], numbers: Sequence[int],
+    new: Sequence[tuple[int, Admissions]],
+) -> None:  # fmt: skip
+    begin([(numbers[k], admissions) for k, admissions in new])
 
 
 class _NewIds:
@@ -174,11 +180,11 @@ class _NewIds:
     def rows_that_lack(self, k: int) -> int:
         """How many rows a map has to give back for new ids, where it does not raise then."""
         id_map, span = self._maps[k], self._spans()[k]
-        ids, room = self._ids[span], id_map.capacity - 1 - len(id_map)
+        ids, room = self._ids[span], int(id_map.capacity - 1 - len(id_map))
         if id_map.full == "reserved" or len(ids) <= room:
             return 0
         each, inverse = np.unique(ids, return_inverse=True)
-        places = Lookup([id_map], each, [0, len(each)], [0]).rows
+        places = Lookup([id_map], [0, len(each)], [0], each).rows
         times = None if self._times is None else self._times[span]
         seen = np.bincount(inverse, times, len(each)) - places
         more = int(((seen >= id_map.after) & (places <= 0)).sum()) - room

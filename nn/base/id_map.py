@@ -196,7 +196,7 @@ class IdMap:
         with self._lock:
             self.check_step(step)
             bounds = [0, checked.size]
-            lookup = Lookup([self], checked.reshape(-1), bounds, [int(step)], times)
+            lookup = Lookup([self], bounds, [int(step)], checked.reshape(-1), times)
             lookup.admit(None if begin is None else lambda new: begin(new[0][1]))
         return lookup.rows.reshape(checked.shape)
 
@@ -220,7 +220,7 @@ class IdMap:
         """
         checked = ids_of_64_bits("IdMap.find", ids)
         with self._lock:
-            rows = Lookup([self], checked.reshape(-1), [0, checked.size], [0]).rows
+            rows = Lookup([self], [0, checked.size], [0], checked.reshape(-1)).rows
         looked: np.ndarray = np.maximum(rows, 0).reshape(checked.shape)
         return looked
 
@@ -241,7 +241,8 @@ class IdMap:
 
     def ids_of(self, rows: np.ndarray) -> np.ndarray:
         """The ids that have these rows."""
-        return self._rows.ids[rows]
+        ids: np.ndarray = self._rows.ids[rows]
+        return ids
 
     def begin_step(self, step: int) -> None:
         """Have the moment of a step."""

@@ -249,12 +249,11 @@ class BagRoute:
         # A weight of 1 for all is none at all: a part without bytes.
         real = np.dtype(np.uint8) if weights is None else weights.dtype
         factors = [_NO_IDS] * size if weights is None else _cut(weights[self._order], n_sent)
-        columns_of = [slice(*span) for span in pairwise(columns)]
+        stripes = [slice(*span) for span in pairwise(columns)]
         messages = [
-            [of_ids, factor, *(grad[self._bag_numbers[r * width + f], own]
-                               for f, own in enumerate(columns_of))]
-            for r, (of_ids, factor) in enumerate(zip(_cut(self._lists, n_sent, 1), factors))
-        ]  # fmt: skip
+            [*part, *(grad[self._bag_numbers[r * width + f], s] for f, s in enumerate(stripes))]
+            for r, *part in zip(range(size), _cut(self._lists, n_sent, 1), factors, strict=True)
+        ]
         n = n_given.sum(axis=1, keepdims=True)
         weight_bytes = 0 if weights is None else real.itemsize
         row_bytes = np.diff(columns) * grad.itemsize
@@ -283,8 +282,13 @@ class BagRoute:
             has_row = every[0] > 0  # row 0 is nobody's
             index, bag, position = np.ascontiguousarray(every[:, has_row])
             values = np.concatenate([np.empty(0, grad.dtype), *(rows[r][f] for r, f in order)])
-            factor = None if weights is None else np.concatenate(
-                [np.empty(0, real), *(factors_given[r][f] for r, f in order)])[has_row]
+            factor = (
+                None
+                if weights is None
+                else np.concatenate([np.empty(0, real), *(factors_given[r][f] for r, f in order)])[
+                    has_row
+                ]
+            )
             gradient = RowGradient.shared(
                 index.astype(np.int32), values.reshape(-1, row), bag.astype(np.int32),
                 row * values.itemsize, factor,

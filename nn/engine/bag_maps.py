@@ -166,7 +166,8 @@ def rows_of_tables(
     """
     features = [*chain.from_iterable(parts)]
     # Copies, which no other thread changes.
-    ids, ends = np.concatenate([x.reshape(-1) for x in features]), np.cumsum([x.size for x in features])
+    ids = np.concatenate([x.reshape(-1) for x in features])
+    ends = np.cumsum([x.size for x in features])
     first_features = [*accumulate(map(len, parts), initial=0)]
     bounds = np.concatenate(([0], ends))[first_features]
     is_known = None

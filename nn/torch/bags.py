@@ -20,6 +20,7 @@ from ...ops.runtime.bags.pooling import Pooling, tables_of_features
 from ...ops.runtime.device import is_on_device
 from ...ops.runtime.errors import reject
 from ..distributed.agreement import attempted
+from .engine import memory
 from .engine.bags import arguments, gradients, updates
 from .engine.bags.arguments import WHERE
 from .engine.bags.processes import RoutedBags
@@ -43,6 +44,7 @@ _OPTIONS = "__class__", "padding_idx", "max_norm", "scale_grad_by_freq", "sparse
 _of_embedding = attrgetter(*_OPTIONS)
 _of_bag = attrgetter(*_OPTIONS, "mode", "include_last_offset")
 _hooks_of = hooks_of_modules()
+_FORM = Tensor.data_ptr, memory.shape_of, Tensor.stride, memory.dtype_of
 
 
 class EmbeddingBags(nn.Module):
@@ -338,13 +340,12 @@ class EmbeddingBags(nn.Module):
         where no offsets are given, and ids of tables that have no gradient.
         """
         modules = modules_of(self)
-        key = [
-            (w.data_ptr(), w.shape, w.stride(), w.dtype,
-             (_of_bag if isinstance(m, nn.EmbeddingBag) else _of_embedding)(m))
-            for w, m in zip(weights, modules, strict=True)
-        ]  # fmt: skip
-        last = self._known
         # As calls of C: this is done for each table in each forward.
+        options = [
+            (_of_bag if isinstance(m, nn.EmbeddingBag) else _of_embedding)(m) for m in modules
+        ]
+        key = [*([*map(ask, weights)] for ask in _FORM), options]
+        last = self._known
         are_called = any(chain.from_iterable(map(_hooks_of, modules))) or any(
             "forward" in m.__dict__ for m in modules
         )

@@ -28,8 +28,8 @@ from ...kernels.state import PARAMETER
 from ...ops.runtime import check
 from ...ops.runtime.bags.pooling import padding_of_features
 from ...ops.runtime.errors import reject
-from ..base.arguments import seed as checked_seed
 from ..base.admission import locked
+from ..base.arguments import seed as checked_seed
 from ..base.id_arrays import OPTIONAL, STATE, Admissions
 from ..base.id_map import IdMap
 from ..base.uniform_rows import UniformRows

@@ -4,8 +4,6 @@ import ctypes
 
 import numpy as np
 import pytest
-
-
 from fusestep.kernels import storage
 from fusestep.kernels.cpu.pooling import AHEAD, sum_rows
 from fusestep.kernels.cpu.threads import allocation

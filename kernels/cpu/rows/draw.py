@@ -12,7 +12,6 @@ from ...keeping import mixed
 from ..compiler.compile import part
 from ..compiler.intrinsics import as_pointer
 from ..compiler.records import int64s
-from ..headers.arrays import address_of
 from ..threads.parallel import Arguments, run
 
 _mixed = njit(inline="always")(mixed)

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import carray, types
+from numba import types
 
 from ...inner import njit
 from ...storage import I32, Storage, numba_type
@@ -24,7 +24,6 @@ from ..compiler.compile import NativeFunction
 from ..compiler.intrinsics import (
     Vector,
     add_vectors,
-    as_pointer,
     load_int32,
     load_int64,
     multiply_vectors,

@@ -74,7 +74,7 @@ class Recycled:
     def __init__(self) -> None:
         self._kept: list[np.ndarray] = []
         self.empty = partial(_at_line, self._take)
-        """As `allocation.empty`."""
+        """``empty(shape, dtype)``: an array at the start of a line, with numbers of before."""
 
     def __reduce__(self) -> tuple[type[Recycled], tuple[()]]:
         return Recycled, ()  # a copy has memory of its own

@@ -107,7 +107,7 @@ class BagTensor:
         return self.gradient.weights
 
     @property
-    def places(self) -> tuple[np.ndarray, int]:
+    def places(self) -> tuple[np.ndarray | None, int]:
         """Of a part of a batch that several processes share: the positions of the occurrences in
         the whole batch, int64, and the length of that.
         """

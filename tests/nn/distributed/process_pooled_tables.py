@@ -100,7 +100,7 @@ def bits(comm: Communicator, *_: Any) -> None:
         trained(comm, average=True)
 
 
-def like_alone(comm: Communicator, *_: Any) -> None:
+def like_alone(*_: Any) -> None:
     """Of one process, bags have the bits of tables without ``comm``."""
     own, one = bags_of(alone()), bags_of(None)
     for bags in (own, one):
@@ -153,7 +153,7 @@ def errors(comm: Communicator, *_: Any) -> None:
             bags(wrong if comm.rank == bad else good)
     for table, weights in zip(bags.children(), before, strict=True):
         assert torch.equal(table.weight, weights)
-    with pytest.raises(ValueError, match="IdMap: ids do not fit: expected .* rows are free"):
+    with pytest.raises(ValueError, match=r"IdMap: ids do not fit: expected .* rows are free"):
         bags([many] * 3 if comm.rank == bad else good)
     bags(good).sum().backward()
     out = bags(good)

@@ -89,8 +89,10 @@ class RoutedBags:
         for weight, needed in zip(weights, route.needed, strict=True):
             prepare_rows(weight, needed, WHERE)
         rows = route.rows([array_of(weight.detach()) for weight in weights])
-        options = {"open_ended": pooling.open_ended, "memory": pooling.memory}
-        own = Pooling(WHERE, rows, pooling.of, pooling.name, None, "raise", **options)
+        own = Pooling(
+            WHERE, rows, pooling.of, pooling.name, None, "raise", open_ended=pooling.open_ended,
+            memory=pooling.memory,
+        )  # fmt: skip
         ids, offsets, factors = self._arrays
         if isinstance(ids, list):
             ids = [x.reshape(y.shape) for x, y in zip(route.places, ids, strict=True)]
