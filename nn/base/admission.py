@@ -166,11 +166,9 @@ class _NewIds:
         self._ids = lookup._ids[self.places]
         self._times = None if lookup._times is None else lookup._times[self.places]
         self._bounds = np.searchsorted(self.places, lookup._bounds).tolist()
+        self._spans = [slice(*span) for span in pairwise(self._bounds)]
         self.rows, self._handed = np.empty((2, len(self._ids)), np.int32)
         self.out = np.zeros((len(self._maps), 4), np.int64)
-
-    def _spans(self) -> list[slice]:
-        return [slice(*span) for span in pairwise(self._bounds)]
 
     def handed_out(self, k: int) -> np.ndarray:
         """The rows that a map has handed out."""
@@ -179,7 +177,7 @@ class _NewIds:
 
     def rows_that_lack(self, k: int) -> int:
         """How many rows a map has to give back for new ids, where it does not raise then."""
-        id_map, span = self._maps[k], self._spans()[k]
+        id_map, span = self._maps[k], self._spans[k]
         ids, room = self._ids[span], int(id_map.capacity - 1 - len(id_map))
         if id_map.full == "reserved" or len(ids) <= room:
             return 0
@@ -213,7 +211,7 @@ class _NewIds:
         )
         at_times = 0 if self._times is None else addresses_of((self._times,))[0]
         calls: list[array[int]] = [array("q")] * len(self._maps)
-        waiting = [k for k, span in enumerate(self._spans()) if span.start < span.stop]
+        waiting = [k for k, span in enumerate(self._spans) if span.start < span.stop]
         for k in waiting:
             self._maps[k].begin_step(self._steps[k])
         while waiting:

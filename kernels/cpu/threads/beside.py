@@ -41,6 +41,9 @@ def run_beside(
         calls: the address of its arguments.
         threads: the most that run them.
     """
+    if len(parts) == 1:
+        run(function, parts[0], calls[0], threads)
+        return
     *firsts, n = accumulate(parts, initial=0)
     bounds = np.array(firsts, np.int64), np.array(calls, np.int64)
     call = Arguments(BesideCall(function.address, len(parts), *bounds))
