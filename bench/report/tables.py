@@ -419,6 +419,7 @@ OTHERS: dict[str, Callable[[Data], Blocks]] = {
     "learning": _learning,
     "scale-out": lambda data: [runs.measured(data)],
     "scale-out-model": lambda data: [runs.modelled(data)],
+    "scale-out-pooled": lambda data: [runs.pooled(data)],
     **{
         name: lambda _, make=make: [make()]  # type: ignore[misc]
         for name, make in catalogue.TABLES.items()
