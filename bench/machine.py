@@ -60,7 +60,7 @@ def software() -> dict[str, str | None]:
     """Versions of what the measurement rests on."""
     names = ("numpy", "numba", "llvmlite", "tbb")
     found = {"python": platform.python_version(), **dict.fromkeys(names)}
-    for name in (*names, *_OF_DEVICES):
+    for name in (*names, *_OF_DEVICES, "fbgemm-gpu-cpu"):
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found

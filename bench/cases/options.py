@@ -155,6 +155,8 @@ def request(args: argparse.Namespace) -> Request:
         if case.device != args.device:
             where = "the host" if case.device is None else f"--device {case.device}"
             raise BenchError(f"{case.name}: is measured on {where} only")
+        if case.peer in (args.peers or ()) and find_python(case.peer, None) is None:
+            raise BenchError(f"{case.name}: needs {case.peer} in this environment: {case.install}")
     left_out = [case.name for case in steps if not any(p.case is case for p in points)]
     names_of = {peer: interpreter_option(peer)[2:].replace("-", "_") for peer in PEERS}
     pythons = {peer: find_python(peer, getattr(args, name)) for peer, name in names_of.items()}

@@ -84,15 +84,19 @@ class SpecialCase(NamedTuple):
     name: str
     is_default: bool = False
     device: str | None = None  # where it is measured, if not on the host
+    peer: str = ""  # the one that it has in this process, where it is installed
+    install: str = ""  # how
 
 
 SPECIAL = (
     SpecialCase("far-rows"),
     SpecialCase("first-step", is_default=True),
     *map(SpecialCase, ("training", "dlrm-training", "in-mindspore", "changing-steps", "rounding")),
+    SpecialCase("dlrm-programs", peer="fbgemm",
+                install="pip install fbgemm-gpu-cpu==1.8.0 beside a CPU build of torch 2.13"),
     *map(SpecialCase, ("catch-up", "id-map")),
     SpecialCase("device-rows", device="cuda"),
-)
+)  # fmt: skip
 SUBJECTS: dict[str, Subject] = {
     **{f"nn.{name}": optimizer.subject for name, optimizer in OPTIMIZERS.items()},
     **{f"ops.{name}": operator.subject for name, operator in OPERATORS.items()},

@@ -141,6 +141,7 @@ class SpecialResult:
     times: dict[str, Summary] = field(default_factory=dict)  # by label
     # What some of them should not exceed, in seconds.
     limits: dict[str, float] = field(default_factory=dict)
+    scores: dict[str, list[float]] = field(default_factory=dict)  # what models have learned
 
     def add(self, samples: Mapping[str, Sequence[float]]) -> None:
         """Summaries of samples by label."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 from ...examples.rounding import compared
@@ -338,6 +339,27 @@ def _dlrm_training(data: Data) -> Blocks:
     return [_compared(data, "dlrm-training", head, columns), setting(data)]
 
 
+def programs(special: Data) -> list[Table]:
+    """Whole programs: an iteration, what of it the tables are, and what was learned."""
+    times = {label: summary["median"] for label, summary in special["times"].items()}
+    rows = []
+    for label, whole in times.items():
+        ids, kind, part = label.split(": ")
+        if part == "iteration":
+            of_tables = 1 - times[f"{ids}: {dlrm_training.LAYERS}: {part}"] / whole
+            spent = seconds(times[f"{ids}: {kind}: processor"])
+            rows.append([ids, kind, seconds(whole), spent, f"{of_tables:.0%}"])
+    scores = special["scores"].items()
+    areas = [[kind, f"{fmean(x):.4f}", f"{min(x):.4f} to {max(x):.4f}"] for kind, x in scores]
+    head = ["", "tables", "iteration", "processor time", "of the tables"]
+    return [Table(head, rows, 2), Table(["tables", "AUC, mean", "of the seeds"], areas)]
+
+
+def _dlrm_programs(data: Data) -> Blocks:
+    (special,) = (one for one in data["special"] if one["name"] == "dlrm-programs")
+    return [*programs(special), setting(data)]
+
+
 def _far_rows(data: Data) -> Blocks:
     """The parts of a step on large tables, and how the update compares with the plain loop."""
     parts = far_rows.PARTS
@@ -410,6 +432,7 @@ OF_RUNS: dict[str, Callable[[Data], Blocks]] = {
     },
     "training": partial(_programs, name="training", of="scenario", library="PyTorch"),
     "dlrm-training": _dlrm_training,
+    "dlrm-programs": _dlrm_programs,
     "in-mindspore": partial(_programs, name="in-mindspore", of="optimizer", library="MindSpore"),
 }  # fmt: skip
 """Tables of results of ``fusestep bench``."""

@@ -48,6 +48,8 @@ def show(document: dict[str, Any], console: Console) -> None:
     if len(table.scenarios_of(points)) > 1:
         found += tables.scenarios(points)
     found += [tables.with_limits(one, "median", "p20", "p80") for one in document["special"]]
+    found += [one for special in document["special"] if special.get("scores")
+              for one in tables.programs(special)]  # fmt: skip
     for one in found:
         _print(one, console)
     lost = [point for point in points if point["losses"]]

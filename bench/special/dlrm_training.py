@@ -58,7 +58,7 @@ def programs_of(torch: Any) -> dict[str, Program]:
     pooled = torch.randn(BATCH, dim * len(sizes), requires_grad=True)
     del layers.tables
     layers.tables = lambda _: pooled.detach().requires_grad_()
-    batches = [_batch(torch, sizes, seed) for seed in range(SETS)]
+    batches = [batch_of(torch, sizes, seed, BAG) for seed in range(SETS)]
 
     def loss_of(model: Any) -> Callable[[], Any]:
         turns = cycle(batches)
@@ -77,11 +77,11 @@ def programs_of(torch: Any) -> dict[str, Program]:
     }
 
 
-def _batch(torch: Any, sizes: tuple[int, ...], seed: int) -> tuple[Any, Any, Any]:
-    """Dense features, ids ``[tables, BATCH, BAG]`` and clicks."""
+def batch_of(torch: Any, sizes: tuple[int, ...], seed: int, bag: int) -> tuple[Any, Any, Any]:
+    """Dense features, ids ``[tables, BATCH, bag]`` and clicks."""
     rng = np.random.default_rng(seed)
-    drawn = [indices.draw(indices.DEFAULT, n, BATCH * BAG, seed * len(sizes) + t)
+    drawn = [indices.draw(indices.DEFAULT, n, BATCH * bag, seed * len(sizes) + t)
              for t, n in enumerate(sizes)]  # fmt: skip
     dense, labels = rng.standard_normal((BATCH, 13), np.float32), rng.integers(0, 2, BATCH)
-    ids = np.reshape(drawn, (len(sizes), BATCH, BAG))
+    ids = np.reshape(drawn, (len(sizes), BATCH, bag))
     return *map(torch.from_numpy, (dense, ids)), torch.from_numpy(labels).float()

@@ -55,14 +55,15 @@ def _measure(ms: Any, model: str, name: str) -> dict[tuple[str, str], list[float
     gradients_of = ms.value_and_grad(loss, None, parameters)
     wait = import_module("fusestep.nn.mindspore.binding").synchronize
 
-    def iterate(optimizer: Any) -> tuple[float, float, float]:
+    def iterate(optimizer: Any) -> dict[str, float]:
         start = time.perf_counter()
         _, gradients = gradients_of()
         wait()
         middle = time.perf_counter()
         optimizer(gradients)
         wait()
-        return start, middle, time.perf_counter()
+        end = time.perf_counter()
+        return {"step": end - middle, "iteration": end - start}
 
     return in_turns(optimizers, iterate)
 

@@ -20,7 +20,8 @@ from ..point import company
 from ..report.result import Progress, SpecialResult, tracked
 from ..workers.worker_protocol import before_step
 
-Program = tuple[list[Any], Callable[[], Any]]  # optimizers, and the loss of the next batch
+# Optimizers, the loss of the next batch, and what comes before and is not timed, if anything.
+Program = tuple[Any, ...]
 OURS, THEIRS = "nn.torch", "torch"
 PARTS = "step", "iteration"
 SCENARIOS = "loop", "pause20", "busy"
@@ -83,39 +84,41 @@ def measured(
     """Seconds of each program and part, in a scenario."""
     before = before_step(scenario, threads)
 
-    def iterate(program: Program) -> tuple[float, float, float]:
-        optimizers, loss = program
-        before()
-        start = time.perf_counter()
+    def iterate(program: Program) -> dict[str, float]:
+        optimizers, loss, *loads = program
+        for load in (*loads, before):
+            load()
+        start, processor = time.perf_counter(), time.process_time()
         for optimizer in optimizers:
             optimizer.zero_grad()
         loss().backward()
         middle = time.perf_counter()
         for optimizer in optimizers:
             optimizer.step()
-        return start, middle, time.perf_counter()
+        end, spent = time.perf_counter(), time.process_time() - processor
+        return {"step": end - middle, "iteration": end - start, "processor": spent}
 
     with company(scenario):
         return in_turns(programs, iterate)
 
 
 def in_turns(
-    programs: dict[str, Any], iterate: Callable[[Any], tuple[float, float, float]]
+    programs: dict[str, Any], iterate: Callable[[Any], dict[str, float]]
 ) -> dict[tuple[str, str], list[float]]:
     """Seconds of each program, or optimizer, and part, some iterations of each in turn.
 
-    ``iterate(program)`` gives the times when an iteration began, when its step did, and its end.
+    ``iterate(program)`` gives the seconds of each part, of the whole "iteration" among them.
     """
     samples: dict[tuple[str, str], list[float]] = defaultdict(list)
     iterations = 2
     for turn in range(_ROUNDS):
         for name, program in programs.items():
             for index in range(iterations):
-                start, middle, end = iterate(program)
+                parts = iterate(program)
                 if turn > 1 and index > 0:  # the first follows the other program's step
-                    samples[name, "step"].append(end - middle)
-                    samples[name, "iteration"].append(end - start)
-        iterations = min(_MOST, 2 + int(_TURN / (end - start)))
+                    for part, seconds in parts.items():
+                        samples[name, part].append(seconds)
+        iterations = min(_MOST, 2 + int(_TURN / parts["iteration"]))
     return samples
 
 

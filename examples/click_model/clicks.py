@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...kernels.keeping import mixed
+
 FloatArray = np.ndarray[Any, np.dtype[np.float32]]
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -24,6 +26,7 @@ RANK = 4  # length of a vector of the hidden model
 # Standard deviations of what dense features, effects of ids and products add to the log-odds.
 OF_DENSE, OF_IDS, OF_PRODUCTS = 0.6, 1.2, 0.8
 SAMPLE = 8192  # clicks from which the rate is set
+_WHOLE = 1_000  # rows up to which a table is not made smaller
 
 
 class Clicks(NamedTuple):
@@ -46,6 +49,17 @@ def table_sizes(largest: int) -> list[int]:
     """Rows of the tables: as many small ones as large ones, by their logarithms."""
     sizes = np.geomspace(min(SMALLEST, largest), largest, N_TABLES)
     return [int(size) for size in np.rint(sizes)]
+
+
+def quarter(rows: int) -> int:
+    """The rows of a table that is to be smaller."""
+    return max(rows // 4, min(rows, _WHOLE))
+
+
+def hashed(ids: IntArray, table: int) -> IntArray:
+    """Ids of 64 bits of the ids of a table, as a hash of a string would give them."""
+    found: IntArray = mixed(ids.astype(np.uint64) + np.uint64(table << 40)).view(np.int64)
+    return found
 
 
 class ClickLog:

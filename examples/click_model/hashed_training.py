@@ -11,26 +11,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...kernels.keeping import mixed
 from ...nn import UniformRows
 from ...nn import torch as fused
-from .clicks import N_TABLES, Clicks, IntArray, table_sizes
+from .clicks import N_TABLES, Clicks, IntArray, hashed, quarter, table_sizes
 from .runs import Run, Settings
 from .training import BagTraining
 
-_WHOLE = 1_000  # rows up to which a table is not made smaller
 AFTER = 2  # occurrences
-
-
-def hashed(ids: IntArray, table: int) -> IntArray:
-    """Ids of 64 bits of the ids of a table, as a hash of a string would give them."""
-    found: IntArray = mixed(ids.astype(np.uint64) + np.uint64(table << 40)).view(np.int64)
-    return found
-
-
-def quarter(rows: int) -> int:
-    """The rows of a table that is to be smaller."""
-    return max(rows // 4, min(rows, _WHOLE))
 
 
 class HashedTraining(BagTraining):

@@ -15,6 +15,7 @@ from fusestep import __main__ as main
 from fusestep.bench import command, machine, run
 from fusestep.bench.cases import options
 from fusestep.bench.cases import steps as cases
+from fusestep.bench.errors import BenchError
 from fusestep.bench.report import document, markdown
 from fusestep.bench.report.result import OURS
 
@@ -131,6 +132,15 @@ def test_what_is_left_out_has_a_default() -> None:
     assert [special.name for special in request.special] == ["first-step"]
     assert request.seconds == 0.5
     assert list(request.pythons) == [p for p, kind in options.PEERS.items() if kind.is_default]
+
+
+def test_fbgemm_in_the_process_of_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is missing a run that names it ends; one that does not is made without it."""
+    monkeypatch.setattr(options, "find_python", lambda *_: None)
+    assert [case.name for case in parsed("dlrm-programs").special] == ["dlrm-programs"]
+    text = r"dlrm-programs: needs fbgemm in this environment: pip install fbgemm-gpu-cpu==1\.8\.0"
+    with pytest.raises(BenchError, match=text):
+        parsed("dlrm-programs", "--peers", "torch,fbgemm")
 
 
 def test_options_act() -> None:

@@ -26,10 +26,12 @@ from fusestep.bench.report import result as figures
 from fusestep.bench.report.result import OURS, PointResult, SpecialResult, Summary
 
 from fusestep.bench.special import (  # isort: skip
-    catch_up, changing_steps, dlrm_training, far_rows, first_step, id_map, rounding, training,
+    catch_up, changing_steps, dlrm_programs, dlrm_training, far_rows, first_step, id_map, rounding,
+    training,
 )  # fmt: skip
 from fusestep.bench.workers import worker_protocol
 from fusestep.bench.workers.worker_protocol import Job, before_step, in_turn, samples
+from fusestep.examples.click_model import runs as click_runs
 from fusestep.kernels.cache import cache_directory
 
 # -- statistics -----------------------------------------------------------------------------------
@@ -443,6 +445,7 @@ def small_dlrm(torch: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 # PyTorch's own Adagrad makes sparse tensors.
 sparse_checks = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+of_fbgemm = pytest.mark.filterwarnings("ignore::DeprecationWarning:fbgemm_gpu")
 
 
 @sparse_checks
@@ -474,6 +477,69 @@ def test_programs_of_a_dlrm_train_alike(small_dlrm: Any) -> None:
     np.testing.assert_allclose(ours, theirs, rtol=1e-4)
     assert np.mean(ours[-4:]) < np.mean(ours[:4])
     assert losses[dlrm_training.LAYERS] != ours
+
+
+@sparse_checks
+@of_fbgemm
+@pytest.mark.usefixtures("small_dlrm")
+def test_dlrm_programs_in_small(
+    small: Callable[..., SpecialResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All programs that are here have times in each scenario, and areas of each seed."""
+    programs: Any = import_module("fusestep.examples.click_model.programs")
+    short = click_runs.Settings(steps=2, batch=8, rows=30, held_out=300)
+    monkeypatch.setattr(programs, "SHORT", short)
+    found = small("dlrm-programs", SEEDS=2)
+    kinds = programs.kinds_here(*programs.KINDS, programs.LAYERS)
+    assert [*found.times] == [
+        f"{ids}, {news}: {kind}: {part}" for ids in ("one id", "20 ids")
+        for news in dlrm_programs.NEW for kind in kinds for part in ("iteration", "processor")
+    ]  # fmt: skip
+    learning = {programs.HIDDEN, *programs.kinds_here(*programs.KINDS[:4])}
+    assert {*found.scores} == learning and all(len(x) == 2 for x in found.scores.values())
+
+
+@of_fbgemm
+@pytest.mark.usefixtures("torch")
+def test_programs_on_hashed_ids_train_alike() -> None:
+    """All steps in and after backward, in bags and lists, FBGEMM's too, come to the same losses."""
+    programs: Any = import_module("fusestep.examples.click_model.programs")
+    torch, sizes, losses = import_module("torch"), (50, 7), {}
+    dense, rows = torch.randn(16, 13), torch.randint(0, 2**40, (2, 16, 3))
+    batch = programs.hashed_batch((dense, rows, torch.ones(16)))
+    for kind in programs.kinds_here(programs.FBGEMM, programs.HASHED, programs.HASHED_LIST):
+        program = programs.Program(kind, sizes, 8)
+        losses[kind] = []
+        for _ in range(5):
+            losses[kind].append(program.loss(batch).item())
+            program.step(batch)
+        np.testing.assert_allclose(losses[kind], next(iter(losses.values())), rtol=1e-4)
+        assert losses[kind][-1] < losses[kind][0]
+
+
+@pytest.mark.usefixtures("torch")
+def test_new_ids_of_a_batch_are_admitted_in_the_next_one() -> None:
+    programs: Any = import_module("fusestep.examples.click_model.programs")
+    torch, sizes = import_module("torch"), (200, 10)
+    rows = torch.stack([torch.randint(0, n, (100, 2)) for n in sizes])
+    known = programs.hashed_batch((torch.randn(100, 13), rows, torch.ones(100)))
+    program = programs.Program(programs.GROWING, sizes, 8)
+    programs.admit(program.model, sizes)
+    maps = [table.ids for table in program.model.tables.children()]
+    for n_new, share in ((0, 0.0), (10, 0.05)):
+        batches = programs.with_new([known], sizes, share)
+        before = program.model.tables.get_submodule("0").ids.evictions
+        for _ in range(4):
+            program.step(next(batches))
+        assert [len(ids) for ids in maps] == [*sizes]
+        assert (maps[0].evictions > before) == bool(n_new) and maps[1].evictions == 0
+
+
+def test_area_below_the_curve() -> None:
+    programs: Any = pytest.importorskip("fusestep.examples.click_model.programs")
+    metrics, rng = pytest.importorskip("sklearn.metrics"), np.random.default_rng(0)
+    scores, labels = rng.standard_normal(99), rng.integers(0, 2, 99)
+    assert programs.area(scores, labels) == pytest.approx(metrics.roc_auc_score(labels, scores))
 
 
 @pytest.mark.usefixtures("torch")

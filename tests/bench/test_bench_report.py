@@ -326,6 +326,11 @@ DLRM = SpecialResult("dlrm-training", "iterations", {
     for scenario in ("loop", "busy")
     for name, time in (("torch", 0.1), ("nn.torch", 0.05), ("layers alone", 0.02))
 }, {"loop nn.torch": 0.06, "busy nn.torch": 0.04})  # fmt: skip
+PROGRAMS = SpecialResult("dlrm-programs", "programs", {
+    f"one id, none new: {name}: {part}": summary(time)
+    for name, time in (("torch", 0.1), ("layers alone", 0.02))
+    for part, time in (("iteration", time), ("processor", 2 * time))
+}, scores={"torch": [0.7, 0.8]})  # fmt: skip
 PEERS_OF = ("numpy", "torch", "optax", "mindspore", "mxnet")
 WITH_PEERS = result(point(size=PUBLISHED_DENSE), **{f"{peer}_x": 0.02 for peer in PEERS_OF})
 HEAD = "| case | size | in a loop | beside a busy process |"
@@ -335,6 +340,10 @@ TABLES: list[tuple[str, list[Any], list[str]]] = [
     ("dlrm-training", [DLRM],
      ["| in a loop | 100 ms | 50.00 ms | 2.00 | 20.00 ms |",
       "| beside a busy process | 100 ms | 50.00 ms | **2.00** | 20.00 ms |"]),
+    ("dlrm-programs", [PROGRAMS],
+     ["| one id, none new | torch | 100 ms | 200 ms | 80% |",
+      "| one id, none new | layers alone | 20.00 ms | 40.00 ms | 0% |",
+      "| torch | 0.7500 | 0.7000 to 0.8000 |"]),
     ("growth", [POOLED, replace(POOLED, memory={OURS: None})],
      ["| case | size | tables | ids | time | of an id | memory | bytes of an id |",
       "| `pooled/ops.EmbeddingBags` | 4x20x8x10x5 zipf1.2 | 4 | 200 | 10.00 ms | 50000.0 ns |"
