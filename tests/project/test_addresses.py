@@ -50,6 +50,7 @@ CHECKED = {
         "nn/torch/engine/state.py": "full_like", "nn/torch/engine/clipping.py": "_of_order",
         "ops/runtime/frameworks.py": "_Torch.empty, _CuPy.empty",
         "examples/click_model/training.py": "Training.measure",
+        "examples/click_model/programs.py": "learned, hashed_batch",
         "examples/click_model/sharded_training.py": "ShardedTraining._sums"},
     "nothing is read there: addresses are compared": {
         "kernels/private.py": "zero_tensors.has_only_a_size",
