@@ -44,7 +44,6 @@ _OPTIONS = "__class__", "padding_idx", "max_norm", "scale_grad_by_freq", "sparse
 _of_embedding = attrgetter(*_OPTIONS)
 _of_bag = attrgetter(*_OPTIONS, "mode", "include_last_offset")
 _hooks_of = hooks_of_modules()
-_FORM = Tensor.data_ptr, memory.shape_of, Tensor.stride, memory.dtype_of
 
 
 class EmbeddingBags(nn.Module):
@@ -344,7 +343,8 @@ class EmbeddingBags(nn.Module):
         options = [
             (_of_bag if isinstance(m, nn.EmbeddingBag) else _of_embedding)(m) for m in modules
         ]
-        key = [*([*map(ask, weights)] for ask in _FORM), options]
+        form = Tensor.data_ptr, memory.shape_of, Tensor.stride, memory.dtype_of
+        key = [*([*map(ask, weights)] for ask in form), options]
         last = self._known
         are_called = any(chain.from_iterable(map(_hooks_of, modules))) or any(
             "forward" in m.__dict__ for m in modules
