@@ -110,7 +110,7 @@ MUTANTS = (
      "source.n_gradients", "test_rows_without_pooling"),
     ("gradient_of(tables[t], keys[begin] & mask)", "mask", "((1 << bits) - 1)",
      "test_options_of_the_optimizer"),
-    (", Tensor.stride, memory.dtype_of", ", w.stride()", "",
+    (", Tensor.stride, memory.dtype_of", ", Tensor.stride", "",
      "test_tables_that_became_others_at_the_same_place"),
     ("if step is None or step.is_over:", " or step.is_over", "",
      "test_a_hook_of_a_step_may_go_backward"),
