@@ -108,8 +108,8 @@ class BagTensor:
 
     @property
     def places(self) -> tuple[np.ndarray | None, int]:
-        """Of a part of a batch that several processes share: the positions of the occurrences in
-        the whole batch, int64, and the length of that.
+        """The positions of the occurrences in a batch that several processes share, int64, and its
+        length; None and 0 where nobody shares it.
         """
         return self.gradient.positions, self.gradient.source.whole_length
 
