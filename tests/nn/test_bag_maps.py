@@ -2,8 +2,10 @@
 
 import contextlib
 import copy
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -351,3 +353,51 @@ def test_maps_together_are_as_one_after_the_other(seed: int, full: str) -> None:
     assert_same_arrays(tables, others)
     assert min(seen["error"], seen["found"], seen["stepped"]) > 3
     assert (seen["full"] > 0) == (full == "raise")
+
+
+class Interrupt:
+    """A trace function that raises at the begin of the n-th function of the package."""
+
+    def __init__(self, n: int) -> None:
+        self.left = n
+
+    def __call__(self, frame: Any, *_: Any) -> None:
+        file = frame.f_code.co_filename
+        self.left -= "fusestep/nn" in file or "contextlib" in file
+        if self.left == 0:
+            sys.settrace(None)
+            raise Stopped
+
+
+def is_free(lock: Any) -> bool:
+    found: bool = lock.acquire(timeout=5)
+    if found:
+        lock.release()
+    return found
+
+
+def test_interrupts_at_the_begin_of_every_function() -> None:
+    """They leave no map locked, no row that has not begun, and maps that are in order."""
+    n, interrupt = 0, Interrupt(0)
+    while interrupt.left <= 0:
+        n += 1
+        ids = [nn.IdMap(6, full="evict"), nn.IdMap(9, after=2)]
+        tables = [np.zeros((own.capacity, 2), np.float32) for own in ids]
+        bags = nn.EmbeddingBags(tables, nn.SGD(tables), maps=ids, new_rows=DRAW)
+        bags([EACH[:4, None]] * 2, step=1)
+        interrupt, before = Interrupt(n), sys.gettrace()
+        try:
+            sys.settrace(interrupt)
+            bags([EACH[2:6, None]] * 2, step=2)
+        except Stopped:
+            pass
+        finally:
+            sys.settrace(before)
+        with ThreadPoolExecutor(1) as pool:
+            assert all(pool.map(is_free, [own._lock for own in ids])), n
+        for own, table in zip(ids, tables, strict=True):
+            known, rows, *_ = own.rows_of_ids()
+            assert np.array_equal(own.find(known), rows)
+            assert_same_bits(table[rows], DRAW(known, (len(known), 2)))
+            nn.IdMap(own.capacity).load_state_dict(own.state_dict())
+    assert n > 50
