@@ -6,7 +6,6 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -383,14 +382,6 @@ def rows_of_modules(
     modules: Sequence[GrowingEmbedding], features: Sequence[Sequence[Tensor]]
 ) -> tuple[list[list[Tensor]], Callable[..., None]]:
     """`GrowingEmbedding.rows` of several tables, found and admitted in one call."""
-    if len({*map(attrgetter("ids"), modules)}) < len(modules):  # one after the other on one map
-        each = [rows_of_modules([m], [own]) for m, own in zip(modules, features, strict=True)]
-
-        def check_all(*_: Any) -> None:
-            for _, check in each:
-                check()
-
-        return [rows for (rows,), _ in each], check_all
     parts = [[m._array(x) for x in xs] for m, xs in zip(modules, features, strict=True)]
     padding = [[m.padding_idx] * len(of_table) for m, of_table in zip(modules, parts, strict=True)]
     maps = [module.ids for module in modules]
