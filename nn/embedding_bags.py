@@ -81,8 +81,8 @@ class EmbeddingBags:
         TypeError: a kind or dtype does not fit.
         ValueError: a value, shape or offset does not fit, or a table is none of the optimizer's.
         IndexError: an id is out of range.
-        Nothing has been written when an error is raised, but ids may have been admitted when a map
-        is full (``full="raise"``) or ``out`` does not fit.
+        Nothing has been written when an error is raised, but ids may have been admitted when
+        ``out`` does not fit.
 
     >>> import numpy as np
     >>> from fusestep import nn

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, pairwise
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -27,10 +29,16 @@ _SERIAL_BELOW = 8_192  # ids
 @contextmanager
 def locked(maps: Sequence[Any]) -> Iterator[None]:
     """A context in which no other thread calls these maps."""
-    with ExitStack() as stack:
-        for id_map in sorted(maps, key=id):  # no two threads wait for each other
-            stack.enter_context(id_map._lock)
+    taken: list[Any] = []
+    locks = [id_map._lock for id_map in sorted(maps, key=id)]  # no two threads wait for each other
+    # One call of C takes all locks, and one gives them back: no interrupt comes in between.
+    taking = map(taken.append, filter(methodcaller("acquire"), locks))
+    giving_back = map(methodcaller("release"), taken)
+    try:
+        deque(taking, 0)
         yield
+    finally:
+        deque(giving_back, 0)
 
 
 class Lookup:
@@ -119,13 +127,13 @@ def found(
 ) -> np.ndarray:  # fmt: skip
     """The rows of ids, int32; 0 for none. Arguments are those of `Lookup` and of its `admit`.
 
-    In a map whose step is None nothing is admitted.
+    In a map whose step is None nothing is admitted. A map may occur twice: tables can share one.
     """
-    rows = np.empty(len(ids), np.int32)
-    for admits in (False, True):
-        chosen = [k for k, step in enumerate(steps) if (step is not None) is admits]
-        if not chosen:
-            continue
+    rows, every = np.empty(len(ids), np.int32), range(len(maps))
+    lookups = [[k for k in every if (steps[k] is not None) is admits] for admits in (False, True)]
+    if len({*maps}) < len(maps):
+        lookups = [[k] for k in every]  # one after the other
+    for chosen in filter(None, lookups):
         spans = [(bounds[k], bounds[k + 1]) for k in chosen]
         is_whole = len(chosen) == len(maps)
         lists = [
@@ -135,7 +143,7 @@ def found(
         ends = [*accumulate((b - a for a, b in spans), initial=0)]
         own_steps = [steps[k] or 0 for k in chosen]
         lookup = Lookup([maps[k] for k in chosen], ends, own_steps, *lists)
-        if admits:
+        if steps[chosen[0]] is not None:
             lookup.admit(None if begin is None else partial(_numbered, begin, chosen))
         else:
             np.maximum(lookup.rows, 0, out=lookup.rows)

@@ -114,12 +114,13 @@ class BagMaps:
                     check.indices_in_range(self._where, array.reshape(-1), n)
             else:
                 array = ids_of_64_bits(self._where, array)
-                id_map.check_step(id_map.step if step is None else step)
             features.append(array)
         # Ids are admitted last, when nothing can be refused any more.
         tables, maps = [*self.of_tables], [*self.of_tables.values()]
         of_each = [[f for f, of in enumerate(self._of) if of == t] for t in tables]
         with locked(maps):
+            for id_map in () if step is None else maps:  # other threads take steps too
+                id_map.check_step(step)
             found_rows, kept = rows_of_tables(
                 maps, [[features[f] for f in each] for each in of_each],
                 [[self._padding[f] for f in each] for each in of_each], _LEFT_OUT,
@@ -164,6 +165,8 @@ def rows_of_tables(
     Returns:
         For each table rows of the shapes of its features, int32; and the records.
     """
+    if not maps:
+        return [], []
     features = [*chain.from_iterable(parts)]
     # Copies, which no other thread changes.
     ids = np.concatenate([x.reshape(-1) for x in features])

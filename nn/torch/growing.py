@@ -273,9 +273,10 @@ class GrowingEmbedding(nn.Embedding):
         gradient = self.weight.grad if waits else None
         # Gradients may be summed over several batches: all of them belong to one step.
         is_next = self._is_next and gradient is None
-        return _Admission(
-            self, self.ids.step + is_next if are_admitted else None, optimizers, gradient
-        )
+        step = self.ids.step + is_next if are_admitted else None
+        if step is not None:
+            self.ids.check_step(step)
+        return _Admission(self, step, optimizers, gradient)
 
     def _begin_seed(self, seed: int) -> None:
         """Draw admissions, and default weights, from another seed from now on."""

@@ -1,11 +1,18 @@
 """Bags whose ids go through maps, against tables with a vocabulary that is known beforehand."""
 
+import contextlib
+import copy
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from fusestep import nn
-from helpers import assert_same_bits, refused
+from helpers import BF16, assert_same_arrays, assert_same_bits, at_once, refused
 
 D, N_IDS, CAPACITY = 4, 30, 64
 DRAW = nn.UniformRows(0.3, seed=5)
@@ -186,3 +193,211 @@ def test_bad_input() -> None:
         with refused(error, text, opt):
             call()
         assert all(np.array_equal(before[k], x) for k, x in ids.state_dict().items())
+
+
+def test_tables_of_which_none_has_a_map() -> None:
+    """Maps of None alone are as no maps."""
+    tables = empty_tables()
+    bags = nn.EmbeddingBags(tables, nn.SGD(tables), maps=[None, None])
+    assert bags([np.array([[1, 2]])] * 2)[0, D:].tolist() == [2.0, 2.0, 2.0]
+
+
+def test_a_step_that_another_thread_has_passed() -> None:
+    """A call that has waited for a map raises where the step of the map is above its own."""
+    ids, tables, is_held = nn.IdMap(CAPACITY), empty_tables()[:1], threading.Event()
+    bags = nn.EmbeddingBags(tables, nn.SGD(tables), maps=[ids])
+
+    def first() -> None:
+        with ids._lock:
+            is_held.set()
+            time.sleep(0.1)
+            ids(EACH[5:6], step=6)
+
+    def late() -> None:
+        is_held.wait()
+        with pytest.raises(ValueError, match="step is out of range: expected from 6"):
+            bags([EACH[:2, None]], step=1)
+
+    at_once([first, late])
+    assert (len(ids), ids.step, ids.last_uses.tolist()) == (1, 6, [6])
+
+
+class Stopped(BaseException):
+    """What no call expects, as an interrupt."""
+
+
+class NewRows:
+    """Weights of new rows; some ids have none, in an error or in one number too many."""
+
+    def __init__(self) -> None:
+        self.wrong, self.error = 0, ""  # the id, if any
+
+    def __call__(self, ids: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        drawn = DRAW(ids, shape)
+        if self.wrong in ids.tolist():
+            if self.error == "raises":
+                raise Stopped("stopped")
+            drawn = np.append(drawn, drawn[:1], axis=0)
+        return drawn
+
+
+# Tables of other widths and dtypes, and maps with other options.
+EVERY = range(4)
+TABLES = [(5, np.float32), (16, np.float16), (1, BF16), (33, np.float32)]
+MAPS: list[dict[str, Any]] = [
+    {"full": "evict"}, {"after": 2, "pending": 9}, {"chance": 0.6, "seed": 4, "full": "evict"},
+]  # fmt: skip
+FEATURES, PADDING = [0, 2, 0, 1, 3, 3], [None, 3, 5, None, 7, None]
+
+
+def maps_of(full: str) -> list[nn.IdMap]:
+    return [nn.IdMap(CAPACITY // 3, **own) for own in (*MAPS, {"full": full})]
+
+
+def same_maps(found: list[nn.IdMap], expected: list[nn.IdMap]) -> None:
+    for k, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert_same_arrays([*a.state_dict().values()], [*b.state_dict().values()], f"map {k}")
+        assert_same_arrays([*a.last], [*b.last], f"last of map {k}")
+        assert (a.step, a.evictions, a.statistics()) == (b.step, b.evictions, b.statistics())
+
+
+@pytest.mark.parametrize("full", ["reserved", "raise"])
+@pytest.mark.parametrize("seed", range(4))
+def test_maps_together_are_as_one_after_the_other(seed: int, full: str) -> None:
+    """Random calls, errors and evictions; tables, states and maps are those of single maps."""
+    rng, draw = np.random.default_rng(seed), NewRows()
+    together, single = maps_of(full), maps_of(full)
+    tables, others = (
+        [np.zeros((own.capacity, d), dtype) for own, (d, dtype) in zip(single, TABLES, strict=True)]
+        for _ in range(2)
+    )
+    make = [*OPTIMIZERS.values()][seed]
+    opt, other = make(tables), make(others)
+    bags = nn.EmbeddingBags(tables, opt, features=FEATURES, padding_idx=PADDING,
+                            maps=[together[t] for t in FEATURES], new_rows=draw)  # fmt: skip
+    plain = nn.EmbeddingBags(others, other, features=FEATURES, out_of_range="drop")
+    step, seen = 1, {"error": 0, "full": 0, "found": 0, "stepped": 0}
+
+    def look_up(
+        maps: Any, ids: Any, at: int | None, begin: Any, chosen: Any = EVERY
+    ) -> list[np.ndarray]:
+        """Rows of the features, by one call of each map."""
+        rows = [np.full(own.shape, -1, np.int64) for own in ids]
+        for t in chosen:
+            id_map, each = maps[t], [f for f, of in enumerate(FEATURES) if of == t]
+            known = [ids[f] != (-1 if PADDING[f] is None else PADDING[f]) for f in each]
+            given = np.concatenate([ids[f][k] for f, k in zip(each, known, strict=True)])
+            if at is None:
+                found = id_map.find(given)
+            else:
+                found = id_map(given, at, begin=begin and partial(begin, t))
+            ends = np.cumsum([k.sum() for k in known])[:-1]
+            for f, k, own in zip(each, known, np.split(found, ends), strict=True):
+                rows[f][k] = own
+        return rows
+
+    def begin(t: int, new: Any) -> None:
+        other.reset_rows(others[t], new.rows, draw, ids=new.ids)
+
+    def fail(*_: Any) -> None:
+        raise Stopped("stopped")
+
+    for number in range(60):
+        n_bags = int(rng.integers(1, 5))
+        has_ids = rng.integers(0, 2, (len(FEATURES), 1))
+        lengths = rng.integers(0, 5, (len(FEATURES), n_bags)) * has_ids
+        offsets = [np.concatenate(([0], np.cumsum(own))) for own in lengths]
+        ids = [rng.integers(0, 10 + number, o[-1]) for o in offsets]
+        every = np.concatenate(ids)
+        draw.error = str(rng.choice(["raises", "shape"]))
+        draw.wrong = int(rng.choice(every)) if rng.random() < 0.6 and len(every) else -1
+        at = None if rng.random() < 0.2 else step
+        try:
+            trial = copy.deepcopy(single)
+            look_up(trial, ids, at, None)
+        except ValueError:
+            with refused(ValueError, "IdMap: ids do not fit", opt, tables):
+                bags(ids, offsets, step=at)
+            same_maps(together, single)
+            seen["full"] += 1
+            step += 1
+            continue
+        if at is not None and any(draw.wrong in id_map.last.ids.tolist() for id_map in trial):
+            error = Stopped if draw.error == "raises" else ValueError
+            with refused(error, "stopped" if error is Stopped else "wrong shape", opt, tables):
+                bags(ids, offsets, step=at)
+            for t in EVERY:
+                with contextlib.suppress(Stopped):
+                    look_up(single, ids, at, fail, [t])
+            seen["error"] += 1
+            same_maps(together, single)
+            continue
+        rows = look_up(single, ids, at, begin)
+        out = bags(ids, offsets, step=at)
+        assert_same_bits(out, plain(rows, offsets))
+        same_maps(together, single)
+        seen["found"] += 1
+        if at is not None and rng.random() < 0.7:
+            grad = rng.standard_normal(out.shape).astype(np.float32)
+            bags.backward(grad)
+            other([g.without(0) for g in plain.gradients(grad)])
+            seen["stepped"] += 1
+        assert_same_arrays(tables, others)
+        if rng.random() < 0.05:
+            t = int(rng.choice(EVERY))
+            assert_same_bits(*(m[t].evict(unused_for=2) for m in (together, single)))
+        step += int(rng.integers(0, 3))
+    for optimizer in (opt, other):
+        optimizer.flush()
+    assert_same_arrays([*opt.state_dict().values()], [*other.state_dict().values()])
+    assert_same_arrays(tables, others)
+    assert min(seen["error"], seen["found"], seen["stepped"]) > 3
+    assert (seen["full"] > 0) == (full == "raise")
+
+
+class Interrupt:
+    """A trace function that raises at the begin of the n-th function of the package."""
+
+    def __init__(self, n: int) -> None:
+        self.left = n
+
+    def __call__(self, frame: Any, *_: Any) -> None:
+        file = frame.f_code.co_filename
+        self.left -= "fusestep/nn" in file or "contextlib" in file
+        if self.left == 0:
+            sys.settrace(None)
+            raise Stopped
+
+
+def is_free(lock: Any) -> bool:
+    found: bool = lock.acquire(timeout=5)
+    if found:
+        lock.release()
+    return found
+
+
+def test_interrupts_at_the_begin_of_every_function() -> None:
+    """They leave no map locked, no row that has not begun, and maps that are in order."""
+    n, interrupt = 0, Interrupt(0)
+    while interrupt.left <= 0:
+        n += 1
+        ids = [nn.IdMap(6, full="evict"), nn.IdMap(9, after=2)]
+        tables = [np.zeros((own.capacity, 2), np.float32) for own in ids]
+        bags = nn.EmbeddingBags(tables, nn.SGD(tables), maps=ids, new_rows=DRAW)
+        bags([EACH[:4, None]] * 2, step=1)
+        interrupt, before = Interrupt(n), sys.gettrace()
+        try:
+            sys.settrace(interrupt)
+            bags([EACH[2:6, None]] * 2, step=2)
+        except Stopped:
+            pass
+        finally:
+            sys.settrace(before)
+        with ThreadPoolExecutor(1) as pool:
+            assert all(pool.map(is_free, [own._lock for own in ids])), n
+        for own, table in zip(ids, tables, strict=True):
+            known, rows, *_ = own.rows_of_ids()
+            assert np.array_equal(own.find(known), rows)
+            assert_same_bits(table[rows], DRAW(known, (len(known), 2)))
+            nn.IdMap(own.capacity).load_state_dict(own.state_dict())
+    assert n > 50

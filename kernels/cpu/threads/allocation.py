@@ -28,6 +28,7 @@ _WORD = 8
 _PAGE = 4_096 // _WORD
 _MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux
 _RECYCLED_FROM = 1 << 17  # bytes; glibc maps larger ones page by page
+_MOST_RECYCLED = 64  # arrays: who holds many outputs at once does not leave them all behind
 _PARALLEL_FROM = _LARGE_PAGES_FROM = 4 << 20  # bytes; the latter as in NumPy
 _PART = (4 << 20) // _WORD  # two large pages, which the system clears as a whole
 
@@ -68,7 +69,8 @@ class Recycled:
     """Memory of large arrays that calls make again and again, used anew when nobody holds it.
 
     What a system allocator gives back to the system costs a fault a page in the next call: as much
-    time as pooling rows takes. All that nobody holds is let go when other sizes are asked for.
+    time as pooling rows takes. All that nobody holds is let go when other sizes are asked for, and
+    what is older than the last `_MOST_RECYCLED` arrays.
     """
 
     def __init__(self) -> None:
@@ -85,16 +87,18 @@ class Recycled:
         found, others, kept = None, [], self._kept
         while kept:
             try:  # whoever takes one out is the only thread that has it
-                memory = kept.pop()
+                taken = [kept.pop()]
             except IndexError:
                 break
-            # Two are this variable and the argument, which newer Pythons do not count.
-            is_free = sys.getrefcount(memory) <= 2
-            if is_free and found is None and n <= len(memory) <= 2 * n:
-                found = memory
+            # Two are the list and the argument: that of a variable Python 3.14 would not count.
+            is_free = sys.getrefcount(taken[0]) <= 2
+            if is_free and found is None and n <= len(taken[0]) <= 2 * n:
+                found = taken[0]
             else:
-                others.append((memory, is_free))
-        kept += [memory for memory, is_free in others if found is not None or not is_free]
+                others.append((taken[0], is_free))
+        # They were taken out from the last to the first.
+        others = [x for x in reversed(others) if found is not None or not x[1]]
+        kept += [memory for memory, _ in others[1 - _MOST_RECYCLED :]]
         memory = np.empty(n, dtype) if found is None else found
         kept.append(memory)
         return memory

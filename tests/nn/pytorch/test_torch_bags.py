@@ -477,3 +477,12 @@ def test_features_that_are_refused() -> None:
     bags = fused.EmbeddingBags(modules_of(), features=FEATURES)
     with pytest.raises(ValueError, match="ids do not fit: expected a list of 3 tensors"):
         bags([torch.tensor([1])] * 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_gradients_that_follow_one_without_ids(dtype: Any) -> None:
+    """PyTorch adds them in place."""
+    bags = fused.EmbeddingBags([(5, 3)])
+    for n in (0, 2, 0, 1):
+        bags([torch.arange(n, dtype=dtype)], [torch.tensor([0])]).sum().backward()
+    assert bags.weights[0].grad.to_dense()[:, 0].tolist() == [2.0, 1.0, 0.0, 0.0, 0.0]

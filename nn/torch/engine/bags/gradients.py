@@ -30,6 +30,8 @@ def tensor_of_rows(gradient: Any, weight: Tensor) -> Any:
     else:
         rows = gradient.to_rows()
         indices, values = tensor_of(rows.indices), tensor_of(rows.values)
+        if not len(indices):  # PyTorch lengthens it in place when it adds others
+            indices, values = indices.clone(), values.clone()
     tensor = torch.sparse_coo_tensor(
         indices.long()[None], values.to(weight.dtype), tuple(weight.shape), check_invariants=False
     )
