@@ -10,8 +10,8 @@ from .adagrad import Adadelta, Adagrad, ProximalAdagrad
 from .adam import Adam, AdaMax, AdamOffload, AdamWeightDecay, LazyAdam
 from .adan import Adan
 from .base.checkpoint import load_checkpoint, save_checkpoint
-from .base.id_arrays import TooManyChangesError
-from .base.id_map import IdMap
+from .base.ids.id_arrays import TooManyChangesError
+from .base.ids.id_map import IdMap
 from .base.optimizer import Optimizer
 from .base.parameter import Parameter
 from .base.uniform_rows import NormalRows, UniformRows

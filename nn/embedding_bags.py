@@ -18,8 +18,8 @@ from ..ops.runtime.bags.pooling import Pooling, tables_of_features
 from ..ops.runtime.bags.tensor import BagTensor
 from ..ops.runtime.errors import reject
 from .base.arguments import check_kind
-from .base.id_arrays import Admissions
-from .base.id_map import IdMap
+from .base.ids.id_arrays import Admissions
+from .base.ids.id_map import IdMap
 from .base.parameter import Parameter
 from .engine.bag_maps import BagMaps, FoundRows
 from .engine.catch_up import spans_of

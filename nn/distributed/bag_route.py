@@ -12,8 +12,8 @@ from ...kernels.cpu.gather import gather
 from ...kernels.quiet import quiet
 from ...ops.runtime.bags.tensor import BagTensor
 from ...ops.runtime.row_step import RowGradient
-from ..base.admission import found, locked
-from ..base.id_arrays import Admissions
+from ..base.ids.admission import locked, rows_of_maps
+from ..base.ids.id_arrays import Admissions
 from ..engine.bag_maps import FoundRows
 from .agreement import agree, attempted
 from .communicator import as_bytes
@@ -44,8 +44,8 @@ class BagRoute:
         of: the table of each feature.
         bags: of the features; None with an error.
         padding: of each table the id that is left out, or None.
-        steps: as those of `admission.found`.
-        begin: as that of `admission.found`.
+        steps: as those of `rows_of_maps`.
+        begin: as that of `rows_of_maps`.
         subject: names and values (of JSON) that all processes have alike.
         error: what this process has found wrong.
 
@@ -191,7 +191,7 @@ class BagRoute:
         with locked(self._maps):
             evictions = [id_map.evictions for id_map in self._maps]
             bounds = [0, *np.cumsum(per_table).tolist()]
-            rows = found(self._maps, ids, bounds, steps, begin, times)
+            rows = rows_of_maps(self._maps, ids, bounds, steps, begin, times)
         lists = self._maps, _cut(ids, per_table), _cut(rows, per_table), evictions
         self._lookups = [*map(FoundRows, *lists)]
         return [lookup.rows.astype(np.int64) for lookup in self._lookups]

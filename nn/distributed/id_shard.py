@@ -11,8 +11,8 @@ from ...kernels.keeping import mixed, unmixed
 from ...ops.runtime.arrays import adopt
 from ...ops.runtime.errors import reject
 from ..base.arguments import MOST_STEPS, check_kind
-from ..base.id_arrays import OPTIONAL, STATE, checked_state, ids_of_64_bits
-from ..base.id_map import Admissions, IdMap
+from ..base.ids.id_arrays import OPTIONAL, STATE, checked_state, ids_of_64_bits
+from ..base.ids.id_map import Admissions, IdMap
 from ..engine.bag_maps import FoundRows
 from .agreement import agree, attempted, jointly
 from .communicator import Communicator

@@ -13,9 +13,9 @@ from ...ops.runtime.arrays import adopt
 from ...ops.runtime.bags.ids import check_features
 from ...ops.runtime.bags.pooling import Pooling, padding_of_features
 from ...ops.runtime.errors import reject
-from ..base.admission import found, locked
-from ..base.id_arrays import Admissions, ids_of_64_bits
-from ..base.id_map import IdMap
+from ..base.ids.admission import locked, rows_of_maps
+from ..base.ids.id_arrays import Admissions, ids_of_64_bits
+from ..base.ids.id_map import IdMap
 
 _LEFT_OUT = -1
 
@@ -183,7 +183,7 @@ def rows_of_tables(
         before = np.concatenate(([0], np.cumsum(is_known)))
         ids, bounds = ids[is_known], before[bounds]
     evictions, bounds = [id_map.evictions for id_map in maps], bounds.tolist()
-    rows = found(maps, ids, bounds, steps, begin)
+    rows = rows_of_maps(maps, ids, bounds, steps, begin)
     spans = [slice(*span) for span in pairwise(bounds)]
     each_map = zip(maps, spans, evictions, strict=True)
     records = [FoundRows(m, ids[span], rows[span], n) for m, span, n in each_map]

@@ -250,8 +250,7 @@ class EmbeddingBags(nn.Module):
             return _outside_of_graphs(self, ids, offsets, per_sample_weights)
         checks: list[Callable[[], None]] = []
         factors, weights = per_sample_weights, self.weights
-        if isinstance(factors, Tensor):
-            factors = [factors]
+        factors = [factors] if isinstance(factors, Tensor) else factors
         if self._updates is not None and torch.is_grad_enabled():
             self._updates.check(weights)
         call: Any = ids, offsets, per_sample_weights
@@ -319,9 +318,7 @@ class EmbeddingBags(nn.Module):
         if not isinstance(parts, list | tuple) or len(parts) != len(tables):
             return ids, []  # which is refused as it is
         rows_of_features = [*parts]
-        for k, (table, part) in enumerate(
-            zip(tables, parts, strict=True)
-        ):  # before ids are admitted
+        for k, (table, part) in enumerate(zip(tables, parts, strict=True)):  # before admissions
             if not isinstance(table, GrowingEmbedding) and isinstance(part, Tensor):
                 prepare_rows(table.weight, part, f"{WHERE}: ids[{k}]")
         growing = [table for table in dict.fromkeys(tables) if isinstance(table, GrowingEmbedding)]

@@ -28,10 +28,10 @@ from ...kernels.state import PARAMETER
 from ...ops.runtime import check
 from ...ops.runtime.bags.pooling import padding_of_features
 from ...ops.runtime.errors import reject
-from ..base.admission import locked
 from ..base.arguments import seed as checked_seed
-from ..base.id_arrays import OPTIONAL, STATE, Admissions
-from ..base.id_map import IdMap
+from ..base.ids.admission import locked
+from ..base.ids.id_arrays import OPTIONAL, STATE, Admissions
+from ..base.ids.id_map import IdMap
 from ..base.uniform_rows import UniformRows
 from ..distributed.agreement import gather_texts, jointly
 from ..distributed.communicator import Communicator

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import fusestep
 from fusestep.kernels.cpu import ids as kernels
 from fusestep.kernels.keeping import unmixed
-from fusestep.nn.base.id_map import IdMap, TooManyChangesError
+from fusestep.nn.base.ids.id_map import IdMap, TooManyChangesError
 from helpers import at_once, meanwhile, more
 from test_interrupts import done_at, interrupt
 

@@ -24,7 +24,7 @@ class BesideCall(NamedTuple):
 
 
 @part(BesideCall)
-def _part_of_one(index, slot, c):
+def _run_part(index, slot, c):
     firsts = int64s(c.firsts, c.n)
     k = last_at_most(firsts, c.n, index)
     call_address(c.function, index - firsts[k], slot, int64s(c.calls, c.n)[k])
@@ -47,4 +47,4 @@ def run_beside(
     *firsts, n = accumulate(parts, initial=0)
     bounds = np.array(firsts, np.int64), np.array(calls, np.int64)
     call = Arguments(BesideCall(function.address, len(parts), *bounds))
-    run(_part_of_one, n, call.address, threads)
+    run(_run_part, n, call.address, threads)

@@ -14,7 +14,7 @@ from ....ops.runtime import check
 from ....ops.runtime.arrays import address_of, adopt
 from ....ops.runtime.bags.ids import HostIds
 from ....ops.runtime.bags.pooling import Pooling
-from ...base.id_map import IdMap
+from ...base.ids.id_map import IdMap
 from ...engine.catch_up import spans_of
 from .memory import array_of
 

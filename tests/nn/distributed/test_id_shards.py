@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from fusestep import nn
 from fusestep.nn.distributed import IdShard, alone
-from fusestep.nn.distributed.id_shard import _ids_of, keys_of
+from fusestep.nn.distributed.id_shard import ids_of_keys, keys_of
 from helpers import assert_same_bits
 from thread_processes import ThreadCommunicator, in_threads
 
@@ -113,7 +113,7 @@ def test_checkpoints_on_another_number_of_processes(sizes: tuple[int, int]) -> N
 
 def test_keys() -> None:
     """Keys lead back to ids, and each process has about as many."""
-    assert np.array_equal(_ids_of(keys_of(EACH)), EACH)
+    assert np.array_equal(ids_of_keys(keys_of(EACH)), EACH)
 
     def program(comm: ThreadCommunicator) -> np.ndarray:
         return IdShard(nn.IdMap(9), comm).owner(np.arange(30_000))

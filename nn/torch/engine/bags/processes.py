@@ -16,7 +16,7 @@ from .....ops.runtime.bags.pooled import pool
 from .....ops.runtime.bags.pooling import Pooling
 from .....ops.runtime.bags.tensor import BagTensor
 from .....ops.runtime.errors import reject
-from ....base.id_arrays import Admissions
+from ....base.ids.id_arrays import Admissions
 from ....distributed.agreement import attempted
 from ....distributed.bag_route import BagRoute, Bags
 from ..memory import array_of

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...kernels.cpu import ids as kernels
-from ...kernels.cpu.threads.parallel import Arguments, Loop, run_all
-from ...kernels.keeping import mixed, unmixed
-from ...ops.runtime import check
-from ...ops.runtime.arrays import adopt
-from ...ops.runtime.errors import reject
-from .arguments import MOST_STEPS, check_kind
+from ....kernels.cpu import ids as kernels
+from ....kernels.cpu.threads.parallel import Arguments, Loop, run_all
+from ....kernels.keeping import mixed, unmixed
+from ....ops.runtime import check
+from ....ops.runtime.arrays import adopt
+from ....ops.runtime.errors import reject
+from ..arguments import MOST_STEPS, check_kind
 
 I32, I64 = np.dtype(np.int32), np.dtype(np.int64)
 STATE: dict[str, np.dtype[Any]] = {

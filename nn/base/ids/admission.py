@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.cpu import ids as kernels
-from ...kernels.cpu.threads.beside import run_beside
-from ...kernels.cpu.threads.parallel import get_num_threads
-from ...ops.runtime.arrays import addresses_of
-from ...ops.runtime.errors import reject
+from ....kernels.cpu import ids as kernels
+from ....kernels.cpu.threads.beside import run_beside
+from ....kernels.cpu.threads.parallel import get_num_threads
+from ....ops.runtime.arrays import addresses_of
+from ....ops.runtime.errors import reject
 from .id_arrays import NO_ROWS, Admissions, UseQueue
 
+NO_ADMISSIONS = Admissions(NO_ROWS, np.empty(0, np.int64), 0, NO_ROWS)
 _SERIAL_BELOW = 8_192  # ids
 
 # One compiled call changes slots, rows and counts, or one assignment replaces them. So whatever
@@ -96,7 +97,7 @@ class Lookup:
         """
         maps, every = self._maps, [*range(len(self._maps))]
         new = _NewIds(self) if not self.are_found else None
-        lacks = [] if new is None else [new.rows_that_lack(k) for k in every]
+        lacks = [] if new is None else [new.n_to_evict(k) for k in every]
         for id_map, step in zip(maps, self._steps, strict=True):
             id_map.step, id_map.last = step, NO_ADMISSIONS
         if len(self._ids):
@@ -120,7 +121,7 @@ class Lookup:
             raise
 
 
-def found(
+def rows_of_maps(
     maps: Sequence[Any], ids: np.ndarray, bounds: Sequence[int], steps: Sequence[int | None],
     begin: Callable[[Sequence[tuple[int, Admissions]]], Any] | None,
     times: np.ndarray | None = None,
@@ -183,7 +184,7 @@ class _NewIds:
         begin = self._bounds[k]
         return self._handed[begin : begin + int(self.out[k, 3])].copy()
 
-    def rows_that_lack(self, k: int) -> int:
+    def n_to_evict(self, k: int) -> int:
         """How many rows a map has to give back for new ids, where it does not raise then."""
         id_map, span = self._maps[k], self._spans[k]
         ids, room = self._ids[span], int(id_map.capacity - 1 - len(id_map))
@@ -239,6 +240,3 @@ class _NewIds:
             if self.out[k, 0] and (m.after > 1 or m.chance < 1.0)
         ]  # fmt: skip
         self._run(kernels.find_admitted, [1] * len(refusing), [calls[k] for k in refusing])
-
-
-NO_ADMISSIONS = Admissions(NO_ROWS, np.empty(0, np.int64), 0, NO_ROWS)

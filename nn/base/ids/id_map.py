@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...kernels.cpu import ids as kernels
-from ...kernels.cpu.threads.parallel import Arguments, Loop, run_all
-from ...ops.runtime import check
-from ...ops.runtime.errors import reject
+from ....kernels.cpu import ids as kernels
+from ....kernels.cpu.threads.parallel import Arguments, Loop, run_all
+from ....ops.runtime import check
+from ....ops.runtime.errors import reject
+from ..arguments import count, positive_int
+from ..arguments import seed as checked_seed
 from .admission import NO_ADMISSIONS, Lookup
-from .arguments import count, positive_int
-from .arguments import seed as checked_seed
 from .id_arrays import (
     FEWEST_SLOTS,
     MOST_LOAD,

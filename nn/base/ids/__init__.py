@@ -1,0 +1,1 @@
+"""Ids of 64 bits, and the rows that they get."""
