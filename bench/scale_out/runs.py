@@ -56,15 +56,14 @@ def main(args: argparse.Namespace) -> int:
         for k, (n, of_run) in enumerate(wanted):
             reports(f"{n} processes, {of_run:,} ids", k, len(wanted))(0.0)
             runs.append(_run(n, rows, of_run, time))
-        for length in LENGTHS:
-            for n in counts:
-                reports(f"{n} processes, bags of {length}", n, 0)(0.0)
-                shared.append(_pooled(n, length))
+        pairs = [(length, n) for length in LENGTHS[: 1 if args.quick else 2] for n in counts]
+        for k, (length, n) in enumerate(pairs):
+            reports(f"{n} processes, bags of {length}", k, len(pairs))(0.0)
+            shared.append(_pooled(n, length))
     data = {
         "machine": machine.machine(), "rows": rows, "dim": DIM, "runs": runs, "pooled": shared,
     }  # fmt: skip
-    print(markdown(measured(data)))
-    print(markdown(pooled(data)))
+    print(markdown(measured(data)), markdown(pooled(data)), sep="\n\n")
     if args.json is not None:
         document.write(args.json, data)
     return 0

@@ -78,7 +78,10 @@ def test_a_run(tmp_path: Path) -> None:
     assert [(run["processes"], run["batch"]) for run in data["runs"]] == [
         (1, 1024), (1, 4096), (2, 4096),
     ]  # fmt: skip
-    assert done.stdout.strip() == markdown(runs.measured(data))
+    tables = markdown(runs.measured(data)), markdown(runs.pooled(data))
+    assert done.stdout.strip() == "\n\n".join(tables)
+    shared = [(run["processes"], run["exchanges"], run["sent"] > 0) for run in data["pooled"]]
+    assert shared == [(1, 3, False), (2, 4, True)]
     assert len(runs.modelled(data).rows) == len(runs.SIZES)
     for run in data["runs"]:
         _check_run(run)
