@@ -36,10 +36,14 @@ def test_without_torch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
 def test_one_process_is_always_measured(text: str, counts: list[int], monkeypatch) -> None:
     """First with a part of the batch."""
     asked: list[int] = []
+    pooled: list[int] = []
     monkeypatch.setattr(runs, "_run", lambda n, *_: asked.append(n))
-    monkeypatch.setattr(runs, "measured", lambda _: Table([], [], 0))
+    monkeypatch.setattr(runs, "_pooled", lambda n, *_: pooled.append(n))
+    for table in ("measured", "pooled"):
+        monkeypatch.setattr(runs, table, lambda _: Table([], [], 0))
     assert runs.main(arguments("--processes", text)) == 0
     assert asked == [1, *counts]
+    assert pooled == [*counts, *counts]
 
 
 FAILED = "W1 of torchrun\nTraceback:\nValueError: a table\nraise ChildFailedError(\nfailed"
