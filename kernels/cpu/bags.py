@@ -18,7 +18,7 @@ from ..inner import njit
 from ..storage import Storage, real_of
 from ..tables import LARGEST, MEAN, Feature, record_type
 from .compiler.compile import NativeFunction, part
-from .compiler.intrinsics import as_pointer, call_address, load_int32
+from .compiler.intrinsics import as_pointer, call_address, copy_bytes, load_int32
 from .compiler.machine import PythonEntry
 from .compiler.records import index_at, int64s, last_at_most, records
 from .headers.arrays import address_of
@@ -215,7 +215,7 @@ def _loops(real: Any) -> dict[str, NativeFunction]:
                 are_good = _copy_ids(int64s(address, n), listed, feature.rows)
             if ids.id_weights != 0:
                 id_weights = ids.id_weights + c.real_bytes * (begin - ids.begin)
-                numbers(c.weights + c.real_bytes * place, n)[:] = numbers(id_weights, n)
+                copy_bytes(c.weights + c.real_bytes * place, id_weights, c.real_bytes * n)
             int64s(c.ends, c.n_parts)[index] = place + n
             return are_good
         # Kept in registers: what is written could be any of them, for all that the compiler knows.

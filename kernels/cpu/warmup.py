@@ -28,10 +28,11 @@ from .counts import are_equal_at
 from .headers import arrays, id_lists
 from .matrices import step as _matrices_step  # noqa: F401
 from .matrices.blocks import matrix_blocks
+from .pooling import sum_rows
 from .rows import arguments as row_arguments
-from .rows import catch_up, step, sums, write  # noqa: F401
+from .rows import catch_up, draw, step, sums, write  # noqa: F401
 from .tensor_counts import are_equal_floats_at
-from .threads import layers
+from .threads import beside, layers  # noqa: F401
 from .threads.parallel import LOOPS, SHARED_LOOPS
 
 _BY_NAME = {storage.name: storage for storage in STORAGES.values()}
@@ -60,6 +61,8 @@ def loops(storages: list[Storage]) -> Iterator[NativeFunction]:
     for storage in storages:
         for form in sums.FORMS:
             yield sums.accumulate(storage, real_of(storage), form)
+        for weighted in (False, True):
+            yield sum_rows(storage, real_of(storage), weighted=weighted)
         yield sums.accumulate(real_of(storage), real_of(storage), sums.OWN)
 
 
