@@ -199,22 +199,21 @@ def _loops(real: Any) -> dict[str, NativeFunction]:
         ids.gradient_rows, ids.weights = c.ids, c.weights
         bounds, begin = int64s(c.bounds, c.n_bags + 1), _offset(ids, first)
         if c.leaves_out == 0:
-            begin_of_part, shift = begin, ids.first - ids.begin
+            start, shift = begin, ids.first - ids.begin
             for bag in range(first, last):
                 end = _offset(ids, bag + 1)
                 if not _fits(ids, bag, begin, end):
                     return False
                 bounds[ids.first_bag + bag], begin = begin + shift, end
-            begin, n = begin_of_part, begin - begin_of_part
-            place = begin + shift
+            place, n = start + shift, begin - start
             listed = carray(as_pointer(c.ids + 4 * place), n, np.int32)
-            address = ids.ids + ids.id_bytes * begin
+            address = ids.ids + ids.id_bytes * start
             if ids.id_bytes == 4:
                 are_good = _copy_ids(carray(as_pointer(address), n, np.int32), listed, feature.rows)
             else:
                 are_good = _copy_ids(int64s(address, n), listed, feature.rows)
             if ids.id_weights != 0:
-                id_weights = ids.id_weights + c.real_bytes * (begin - ids.begin)
+                id_weights = ids.id_weights + c.real_bytes * (start - ids.begin)
                 copy_bytes(c.weights + c.real_bytes * place, id_weights, c.real_bytes * n)
             int64s(c.ends, c.n_parts)[index] = place + n
             return are_good

@@ -65,12 +65,12 @@ class IdCall(NamedTuple):
     seen: int = 0  # uint8 [n]: the moments of entries
 
 
-_mixed_word = njit(inline="always")(mixed)
+mixed_word = njit(inline="always")(mixed)
 
 
 @njit(inline="always")
 def _mixed(x):
-    return _mixed_word(np.uint64(x))  # of a signed one it would be another function
+    return mixed_word(np.uint64(x))  # of a signed one it would be another function
 
 
 @njit(inline="always")

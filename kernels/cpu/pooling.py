@@ -31,7 +31,7 @@ from .compiler.intrinsics import (
     vector_loader,
     where_greater,
 )
-from .compiler.lines import fetching
+from .compiler.lines import fetching, rows_ahead
 from .compiler.records import int64s
 
 AHEAD = 40
@@ -43,15 +43,6 @@ _TILE_BYTES = 256  # of sums: a quarter of the vector registers of AVX-512, half
 @njit(inline="always")
 def _row_of(table, row_bytes, key):
     return table + np.int64(load_int32(key)) * row_bytes
-
-
-@njit(inline="always")
-def _ahead(row_bytes):
-    """Bytes of ids that are fetched ahead."""
-    ahead = AHEAD
-    while ahead > 2 and ahead * row_bytes > _AHEAD_BYTES:
-        ahead >>= 1
-    return 4 * ahead
 
 
 def _tile_sum(w: Storage, real: Storage, columns: int, *, weighted: bool) -> Any:
@@ -99,7 +90,7 @@ def sum_rows(w: Storage, real: Storage, *, weighted: bool) -> NativeFunction:
     )
 
     def sum_bags(out, stride, table, row_bytes, width, ids, weights, bounds, n, is_mean):
-        begins, ahead = int64s(bounds, n + 1), _ahead(row_bytes)
+        begins, ahead = int64s(bounds, n + 1), 4 * rows_ahead(AHEAD, _AHEAD_BYTES, row_bytes)
         tile = most if width >= most else half if width >= half else some
         tile = tile if width >= some else few if width >= few else 1
         for bag in range(n):
@@ -171,7 +162,7 @@ def largest_rows(w: Storage, real: Storage) -> NativeFunction:
     tile_most, tile_some, tile_one = (_tile_largest(w, real, n) for n in (most, some, 1))
 
     def largest_bags(out, stride, winners, next_row, table, row_bytes, width, ids, bounds, n):
-        begins, ahead = int64s(bounds, n + 1), _ahead(row_bytes)
+        begins, ahead = int64s(bounds, n + 1), 4 * rows_ahead(AHEAD, _AHEAD_BYTES, row_bytes)
         tile = most if width >= most else some if width >= some else 1
         for bag in range(n):
             begin, end = begins[bag], begins[bag + 1]

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...kernels.cpu.gather import gather
 from ...kernels.quiet import quiet
 from ...ops.runtime.bags.tensor import BagTensor
 from ...ops.runtime.row_step import RowGradient
-from ..base.ids.admission import locked, rows_of_maps
+from ..base.ids.admission import locked
 from ..base.ids.id_arrays import Admissions
-from ..engine.bag_maps import FoundRows
+from ..engine.bag_maps import FoundRows, check_current, found_rows
 from .agreement import agree, attempted
 from .communicator import as_bytes
 from .id_shard import IdShard, ids_of_keys, keys_of
+from .route import rows_at
 
 _NO_IDS = np.empty(0, np.int64)
 
@@ -188,18 +188,10 @@ class BagRoute:
         ids, times = (
             np.concatenate([part[k + t] for t in range(n) for part in parts]) for k in (0, n)
         )
+        bounds = [0, *np.cumsum(per_table).tolist()]
         with locked(self._maps):
-            evictions = [id_map.evictions for id_map in self._maps]
-            bounds = [0, *np.cumsum(per_table).tolist()]
-            rows = rows_of_maps(self._maps, ids, bounds, steps, begin, times)
-        lists = self._maps, _cut(ids, per_table), _cut(rows, per_table), evictions
-        self._lookups = [*map(FoundRows, *lists)]
+            _, self._lookups = found_rows(self._maps, ids, bounds, steps, begin, times)
         return [lookup.rows.astype(np.int64) for lookup in self._lookups]
-
-    def _check_rows(self) -> None:
-        if not all(lookup.are_current() for lookup in self._lookups):
-            wrong = "rows of the forward were given back before its backward"
-            raise RuntimeError(f"{self._where}: {wrong}: evict after the step")
 
     def rows(self, tables: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The rows of the different ids of each table, and a row of zeros behind them.
@@ -212,10 +204,7 @@ class BagRoute:
         """
         by_table = []
         for table, needed, asked in zip(tables, self.needed, self._asked.T, strict=True):
-            read: np.ndarray = np.empty((len(needed), table.shape[1]), table.dtype)
-            if read.size:
-                gather(table, needed, read)
-            by_table.append(_cut(read, asked))
+            by_table.append(_cut(rows_at(table, needed), asked))
         row_bytes = [table.shape[1] * table.itemsize for table in tables]
         arrived = self._told([*zip(*by_table, strict=True)], self._sent * row_bytes, self._error)
         return [
@@ -242,7 +231,8 @@ class BagRoute:
         Raises:
             RuntimeError: on a rank, rows were given back since.
         """
-        (_, error), size, width = attempted(self._check_rows), self._comm.size, len(self._of)
+        _, error = attempted(check_current, self._where, self._lookups)
+        size, width = self._comm.size, len(self._of)
         if average:
             grad = grad / grad.dtype.type(size)
         n_sent, (n_given, n_bags, totals) = self._n_sent.sum(axis=1), self._given
@@ -264,8 +254,7 @@ class BagRoute:
             n_given, self._told(messages, sizes, error), strict=True
         ):
             lists.append(_cut(of_ids.view(np.int32).reshape(3, -1), given, 1))
-            is_weighted = weights is not None
-            factors_given.append(_cut(of_weights.view(real), given) if is_weighted else given)
+            factors_given.append(_cut(of_weights.view(real), given))
             rows.append([part.view(grad.dtype) for part in parts])
         first_asked = np.cumsum(self._asked, axis=0) - self._asked
         made = []
@@ -282,13 +271,10 @@ class BagRoute:
             has_row = every[0] > 0  # row 0 is nobody's
             index, bag, position = np.ascontiguousarray(every[:, has_row])
             values = np.concatenate([np.empty(0, grad.dtype), *(rows[r][f] for r, f in order)])
-            factor = (
-                None
-                if weights is None
-                else np.concatenate([np.empty(0, real), *(factors_given[r][f] for r, f in order)])[
-                    has_row
-                ]
-            )
+            factor = None
+            if weights is not None:
+                of_all = [np.empty(0, real), *(factors_given[r][f] for r, f in order)]
+                factor = np.concatenate(of_all)[has_row]
             gradient = RowGradient.shared(
                 index.astype(np.int32), values.reshape(-1, row), bag.astype(np.int32),
                 row * values.itemsize, factor,

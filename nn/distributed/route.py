@@ -127,10 +127,10 @@ class Route:
         """Send the rows: `gather` in two parts. The table may change meanwhile."""
         array, error = attempted(self._checked_table, "Route.gather", table)
         agree(self._comm, "Route.gather", _signature(array), error)
-        sent = _rows_at(array, self.needed)
+        sent = rows_at(array, self.needed)
         received = empty_like(array, (len(self._distinct), *array.shape[1:]))
         transfer = self._comm.all_to_all(sent, self._needed_counts, received, self._sent)
-        return Arrival([transfer], lambda: native(_rows_at(received, self._inverse)))
+        return Arrival([transfer], lambda: native(rows_at(received, self._inverse)))
 
     def _checked_table(self, where: str, table: Any) -> Any:
         array = self._checked(where, "table", table)
@@ -189,7 +189,7 @@ class Route:
         received = agree(self._comm, "Route.scatter", _signature(array), error, numbers)
         own_counts = received[:, 0].tolist()
         n = sum(own_counts)
-        sent, values = _rows_at(array, order), empty_like(array, (n, *array.shape[1:]))
+        sent, values = rows_at(array, order), empty_like(array, (n, *array.shape[1:]))
         places: np.ndarray = np.empty((n, 2), pairs.dtype)
         transfers = [
             self._comm.all_to_all(pairs, counts, places, own_counts),
@@ -241,7 +241,7 @@ class Route:
         return np.bincount(owner, minlength=self._comm.size).tolist(), order, pairs
 
 
-def _rows_at(array: Any, indices: np.ndarray) -> Any:
+def rows_at(array: Any, indices: np.ndarray) -> Any:
     """The rows at valid indices: ``[*indices.shape, ...]``, where the array is."""
     if isinstance(array, DeviceArray):
         return gathered("RowShard", array, array.holding(indices))[0]

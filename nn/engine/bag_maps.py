@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from ...ops.runtime.arrays import adopt
 from ...ops.runtime.bags.ids import check_features
 from ...ops.runtime.bags.pooling import Pooling, padding_of_features
 from ...ops.runtime.errors import reject
-from ..base.ids.admission import locked, rows_of_maps
+from ..base.ids.admission import begin_by_key, locked, rows_of_maps
 from ..base.ids.id_arrays import Admissions, ids_of_64_bits
 from ..base.ids.id_map import IdMap
 
@@ -31,6 +32,28 @@ class FoundRows(NamedTuple):
     def are_current(self) -> bool:
         """Whether the ids still have these rows."""
         return self.evictions == self.map.evictions or self.map.holds(self.ids, self.rows)
+
+
+def found_rows(
+    maps: Sequence[IdMap], ids: np.ndarray, bounds: Sequence[int], steps: Sequence[int | None],
+    begin: Callable[[Sequence[tuple[int, Admissions]]], Any], times: np.ndarray | None = None,
+) -> tuple[np.ndarray, list[FoundRows]]:  # fmt: skip
+    """The result of `rows_of_maps`, whose arguments these are, and a record for each map."""
+    evictions = [id_map.evictions for id_map in maps]
+    rows = rows_of_maps(maps, ids, bounds, steps, begin, times)
+    each = zip(maps, pairwise(bounds), evictions, strict=True)
+    return rows, [FoundRows(m, ids[a:b], rows[a:b], n) for m, (a, b), n in each]
+
+
+def check_current(where: str, lookups: Sequence[FoundRows]) -> None:
+    """Refuse a gradient of rows that were given back since they were found.
+
+    Raises:
+        RuntimeError: some were.
+    """
+    if not all(lookup.are_current() for lookup in lookups):
+        wrong = "rows of the forward were given back before its backward"
+        raise RuntimeError(f"{where}: {wrong}: evict after the step")
 
 
 class BagMaps:
@@ -121,13 +144,13 @@ class BagMaps:
         with locked(maps):
             for id_map in () if step is None else maps:  # other threads take steps too
                 id_map.check_step(step)
-            found_rows, kept = rows_of_tables(
+            rows, kept = rows_of_tables(
                 maps, [[features[f] for f in each] for each in of_each],
                 [[self._padding[f] for f in each] for each in of_each], _LEFT_OUT,
                 [None if step is None else int(step)] * len(maps),
-                lambda new: self._begin([(tables[k], admissions) for k, admissions in new]),
+                partial(begin_by_key, self._begin, tables),
             )  # fmt: skip
-        for each, arrays in zip(of_each, found_rows, strict=True):
+        for each, arrays in zip(of_each, rows, strict=True):
             for f, array in zip(each, arrays, strict=True):
                 features[f] = array
         if is_listed:
@@ -182,11 +205,7 @@ def rows_of_tables(
                 is_known[first:end] = ids[first:end] != ignored
         before = np.concatenate(([0], np.cumsum(is_known)))
         ids, bounds = ids[is_known], before[bounds]
-    evictions, bounds = [id_map.evictions for id_map in maps], bounds.tolist()
-    rows = rows_of_maps(maps, ids, bounds, steps, begin)
-    spans = [slice(*span) for span in pairwise(bounds)]
-    each_map = zip(maps, spans, evictions, strict=True)
-    records = [FoundRows(m, ids[span], rows[span], n) for m, span, n in each_map]
+    rows, records = found_rows(maps, ids, bounds.tolist(), steps, begin)
     if is_known is not None:
         every = np.full(len(is_known), left_out, np.int32)
         every[is_known] = rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain, pairwise
 from operator import attrgetter
 from typing import Any
@@ -19,6 +20,7 @@ from ...ops.runtime.bags.pooled import Pooled, pool
 from ...ops.runtime.bags.pooling import Pooling, tables_of_features
 from ...ops.runtime.device import is_on_device
 from ...ops.runtime.errors import reject
+from ..base.ids.admission import begin_by_key
 from ..distributed.agreement import attempted
 from .engine import memory
 from .engine.bags import arguments, gradients, updates
@@ -302,9 +304,7 @@ class EmbeddingBags(nn.Module):
         parts, admissions = found or ((), [])
         steps = [admission.step for admission in admissions] or [None] * len(tables)
 
-        def begin(new: Any) -> None:
-            begin_rows([(admissions[k], x) for k, x in new])
-
+        begin = partial(begin_by_key, begin_rows, admissions)
         routed = RoutedBags(pooling, tables, parts, call, steps, begin, error)
         for table in tables:
             table.weight.row_shard = table.shard  # for optimizers

@@ -29,14 +29,14 @@ from ...ops.runtime import check
 from ...ops.runtime.bags.pooling import padding_of_features
 from ...ops.runtime.errors import reject
 from ..base.arguments import seed as checked_seed
-from ..base.ids.admission import locked
+from ..base.ids.admission import begin_by_key, locked
 from ..base.ids.id_arrays import OPTIONAL, STATE, Admissions
 from ..base.ids.id_map import IdMap
 from ..base.uniform_rows import UniformRows
 from ..distributed.agreement import gather_texts, jointly
 from ..distributed.communicator import Communicator
 from ..distributed.id_shard import IdShard
-from ..engine.bag_maps import id_of_64_bits, rows_of_tables
+from ..engine.bag_maps import check_current, id_of_64_bits, rows_of_tables
 from ..engine.tables import WEIGHTS, StatefulTable, TableArray, grown, more_rows
 from .embedding import looked_up
 from .engine.exported import in_graph, refuse_graph, rows_in_graph
@@ -389,15 +389,13 @@ def rows_of_modules(
         admissions = admissions_of(modules)
         rows, lookups = rows_of_tables(
             maps, parts, padding, 0, [admission.step for admission in admissions],
-            lambda new: begin_rows([(admissions[k], x) for k, x in new]),
+            partial(begin_by_key, begin_rows, admissions),
         )  # fmt: skip
         go_on = end_batch(admissions)
 
     def check(*_: Any) -> None:
         go_on()
-        if not all(lookup.are_current() for lookup in lookups):
-            wrong = "rows of the forward were given back before its backward"
-            raise RuntimeError(f"{_WHERE}: {wrong}: evict after the step")
+        check_current(_WHERE, lookups)
 
     return [[*map(tensor_of, of_table)] for of_table in rows], check
 

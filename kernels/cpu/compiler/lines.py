@@ -26,6 +26,14 @@ def prefetch(address, n_bytes):
     prefetch_line(address + n_bytes - 1)
 
 
+@njit(inline="always")
+def rows_ahead(most, most_bytes, row_bytes):
+    """How many rows are fetched ahead: at most so many, of so many bytes, but 2 of any length."""
+    while most > 2 and most * row_bytes > most_bytes:
+        most >>= 1
+    return most
+
+
 def fetching(n_bytes: int, fetch_line: Any) -> Any:
     """A compiled function that fetches so many bytes from an address on, line by line."""
 

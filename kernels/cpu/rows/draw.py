@@ -7,14 +7,11 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray
 
-from ...inner import njit
-from ...keeping import mixed
 from ..compiler.compile import part
 from ..compiler.intrinsics import as_pointer
 from ..compiler.records import int64s
+from ..ids import mixed_word
 from ..threads.parallel import Arguments, run
-
-_mixed = njit(inline="always")(mixed)
 
 
 class _DrawCall(NamedTuple):
@@ -34,9 +31,9 @@ def _draw_uniform(index, slot, c):
     bound = carray(as_pointer(c.bound), 1, np.float32)[0]
     out = carray(as_pointer(c.out), (c.n, c.width), np.float32)
     for k in range(c.n):
-        key = _mixed(seed ^ np.uint64(ids[k]))
+        key = mixed_word(seed ^ np.uint64(ids[k]))
         for column in range(c.width):
-            bits = _mixed(key + np.uint64(column)) >> np.uint64(40)  # 24, which a float32 holds
+            bits = mixed_word(key + np.uint64(column)) >> np.uint64(40)  # 24, which a float32 holds
             drawn = np.float32(np.int64(bits)) * np.float32(2.0**-23) - np.float32(1.0)
             out[k, column] = drawn * bound
 

@@ -35,7 +35,7 @@ from ..compiler.intrinsics import (
     vector_loader,
     where_equal,
 )
-from ..compiler.lines import fetching
+from ..compiler.lines import fetching, rows_ahead
 from ..compiler.records import records
 
 _AHEAD = 24  # rows that are fetched ahead; at most `layout.PADDING`
@@ -165,10 +165,7 @@ def accumulate(g: Storage, real: Storage, form: SumForm) -> NativeFunction:
         first_key, last_key = keys + 8 * begin, keys + 8 * end
         rows, lists = _sources_at(source, 1)[0], lists_of(source)
         values, stride = rows.values, rows.stride
-        ahead = _AHEAD if fetches else 0
-        while ahead > 2 and ahead * width * g_bytes > _AHEAD_BYTES:
-            ahead >>= 1
-        ahead *= 8
+        ahead = 8 * rows_ahead(_AHEAD, _AHEAD_BYTES, width * g_bytes) if fetches else 0
         tile = most if width >= most else some if width >= some else few if width >= few else 1
         column = 0
         while column < width:

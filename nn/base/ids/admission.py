@@ -145,7 +145,7 @@ def rows_of_maps(
         own_steps = [steps[k] or 0 for k in chosen]
         lookup = Lookup([maps[k] for k in chosen], ends, own_steps, *lists)
         if steps[chosen[0]] is not None:
-            lookup.admit(None if begin is None else partial(_numbered, begin, chosen))
+            lookup.admit(None if begin is None else partial(begin_by_key, begin, chosen))
         else:
             np.maximum(lookup.rows, 0, out=lookup.rows)
         for (a, b), (c, d) in zip(spans, pairwise(ends), strict=True):
@@ -153,11 +153,12 @@ def rows_of_maps(
     return rows
 
 
-def _numbered(
-    begin: Callable[[Sequence[tuple[int, Admissions]]], Any], numbers: Sequence[int],
+def begin_by_key(
+    begin: Callable[[Sequence[tuple[Any, Admissions]]], Any], keys: Sequence[Any],
     new: Sequence[tuple[int, Admissions]],
 ) -> None:  # fmt: skip
-    begin([(numbers[k], admissions) for k, admissions in new])
+    """Call ``begin`` with the keys of maps in place of their numbers."""
+    begin([(keys[k], admissions) for k, admissions in new])
 
 
 class _NewIds:

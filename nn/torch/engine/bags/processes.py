@@ -98,8 +98,8 @@ class RoutedBags:
             ids = [x.reshape(y.shape) for x, y in zip(route.places, ids, strict=True)]
         else:
             ids = np.concatenate(route.places).reshape(ids.shape)
-        self._pooled = pool(own, ids, offsets, factors)
-        self.out, self.weight_gradients = self._pooled.out, self._pooled.weight_gradients
+        pooled = pool(own, ids, offsets, factors)
+        self.out, self.weight_gradients = pooled.out, pooled.weight_gradients
         return self
 
     def gradients(self, grad: np.ndarray) -> list[BagTensor]:
